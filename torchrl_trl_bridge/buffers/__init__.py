@@ -1,0 +1,1 @@
+"""Data: replay buffers as datasets."""

@@ -1,0 +1,1 @@
+"""Versions: what differs between releases of the libraries, one file per library."""

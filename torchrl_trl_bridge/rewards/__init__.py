@@ -1,0 +1,1 @@
+"""Rewards: reward models and reward functions across the two libraries."""
