@@ -1,0 +1,142 @@
+"""Columns of a batch → Arrow arrays and Hugging Face features, column by column."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+
+from torchrl_trl_bridge.buffers.flattening import own
+from torchrl_trl_bridge.compat.datasets import HAS_JSON
+from torchrl_trl_bridge.rollouts import Column
+
+Values = torch.Tensor | list[Any]
+
+_PYTHON_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string"}
+
+
+def feature_of(name: str, values: Values) -> Any:
+    """The Hugging Face feature of a column, from its values.
+
+    Tensors give (nested lists of) their dtype, bfloat16 gives float32. Python values of one type give that type.
+    Dictionaries, and lists of them such as conversations, give ``datasets.Json``, which keeps the keys of each row.
+    """
+    if isinstance(values, torch.Tensor):
+        return _tensor_feature(values.dtype, values.dim() - 1)
+    present = [value for value in values if value is not None]
+    if not present:
+        return datasets.Value("null")
+    if all(isinstance(value, torch.Tensor) for value in present):
+        kinds = {(value.dtype, value.dim()) for value in present}
+        if len(kinds) > 1:
+            raise TypeError(f"the rows of column {name!r} hold tensors of several dtypes or dimensions: {kinds}.")
+        return _tensor_feature(*kinds.pop())
+    return _python_feature(present)
+
+
+def _tensor_feature(dtype: torch.dtype, dims: int) -> Any:
+    name = "float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
+    feature: Any = datasets.Value(name)
+    for _ in range(dims):
+        feature = datasets.Sequence(feature)
+    return feature
+
+
+def _python_feature(present: list[Any]) -> Any:
+    types = set(map(type, present))
+    if types == {int, float}:
+        types = {float}
+    if len(types) == 1 and (known := _PYTHON_TYPES.get(next(iter(types)))):
+        return datasets.Value(known)
+    if types <= {list, tuple}:
+        items = [item for value in present for item in value]
+        if any(item is not None for item in items):
+            return datasets.Sequence(_python_feature([item for item in items if item is not None]))
+        return datasets.Sequence(datasets.Value("null"))
+    if HAS_JSON:
+        return datasets.Json()
+    # Before datasets 4.7: a struct, in which Arrow fills the keys that a row lacks with None.
+    return datasets.features.features.generate_from_arrow_type(pa.array([own(value) for value in present]).type)
+
+
+def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedArray, Any]:
+    """A column of a snapshot, from its chunks and their numbers of rows; a chunk without it holds only None.
+
+    Raises:
+        TypeError: for values that Arrow cannot hold, or that change their type.
+    """
+    present = [column.values for column, _ in chunks if len(column.values)]
+    dense = [values for values in present if isinstance(values, torch.Tensor)]
+    if len(dense) == len(present) and len({(values.dtype, values.dim()) for values in dense}) == 1:
+        feature = feature_of(name, dense[0])
+    else:
+        feature = feature_of(name, [value for values in present for value in _listed(values)])
+    type_ = datasets.Features({name: feature}).arrow_schema.field(name).type
+    try:
+        arrays = [
+            _array(column.values, feature, type_) if len(column.values) else pa.nulls(size, type_)
+            for column, size in chunks
+        ]
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
+        raise TypeError(
+            f"column {name!r} holds values that a datasets.Dataset cannot: {error}. "
+            "Leave it out with keys=[...], or stream the buffer."
+        ) from error
+    return pa.chunked_array(arrays, type_), feature
+
+
+def _listed(values: Values) -> list[Any]:
+    return list(values.unbind(0)) if isinstance(values, torch.Tensor) else values
+
+
+def _array(values: Values, feature: Any, type_: pa.DataType) -> pa.Array:
+    if isinstance(values, torch.Tensor):
+        return _dense_array(values)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if tensors and all(value.dim() == 1 for value in tensors):
+        return _ragged_array(values, tensors)
+    if tensors:
+        values = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+    return _python_array([own(value) for value in values], feature, type_)
+
+
+def _flat(tensor: torch.Tensor) -> pa.Array:
+    tensor = tensor.detach().cpu().contiguous().reshape(-1)
+    return pa.array(tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())
+
+
+def _dense_array(tensor: torch.Tensor) -> pa.Array:
+    array = _flat(tensor)
+    for dim in reversed(range(1, tensor.dim())):
+        array = _list_array(np.full(math.prod(tensor.shape[:dim]), tensor.shape[dim]), array)
+    return array
+
+
+def _ragged_array(values: list[Any], tensors: list[torch.Tensor]) -> pa.Array:
+    return _list_array([0 if value is None else len(value) for value in values], _flat(torch.cat(tensors)), values)
+
+
+def _list_array(lengths: Any, items: pa.Array, values: list[Any] | None = None) -> pa.Array:
+    """Lists of the given lengths; None where ``values`` is None."""
+    # Arrow's lists count in 32 bits; the conversion raises where that is too little.
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)).cast(pa.int32())
+    missing = None if values is None or all(value is not None for value in values) else [v is None for v in values]
+    return pa.ListArray.from_arrays(offsets, items, mask=None if missing is None else pa.array(missing))
+
+
+def _python_array(values: list[Any], feature: Any, type_: pa.DataType) -> pa.Array:
+    if HAS_JSON and isinstance(feature, datasets.Json):
+        # Encoded here: `Json` itself takes a string for JSON if it happens to read as such, and "4" comes back as 4.
+        texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        return pa.array(texts, pa.string()).cast(type_)
+    if pa.types.is_list(type_):
+        items = [item for value in values for item in value or ()]
+        return _list_array(
+            [len(value or ()) for value in values], _python_array(items, feature.feature, type_.value_type), values
+        )
+    return pa.array(values, type_)

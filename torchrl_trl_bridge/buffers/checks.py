@@ -1,0 +1,74 @@
+"""What TorchRL stored otherwise than the user meant, found before it is passed on as data."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+
+from torchrl_trl_bridge.buffers.flattening import flat_name
+from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.rollouts import Column, Path, read_columns
+
+SCANNED_ROWS = 10_000
+"""How many rows of a buffer are read to tell a column stored whole from a list that rows share."""
+
+
+def check_stored_columns(replay_buffer: Any, columns: dict[Path, Column]) -> None:
+    """Checks the Python values among the columns of a stream's first batch.
+
+    Raises:
+        ValueError: for a column of a storage that keeps the first row's value for all rows, and for one whose rows each
+            hold the whole column.
+    """
+    python_valued = [path for path, column in columns.items() if _holds_python(column)]
+    if not python_valued:
+        return
+    if compat.shares_strings_between_rows(replay_buffer):
+        names = [flat_name(path) for path in python_valued]
+        raise ValueError(
+            f"columns {names} hold Python values in a LazyMemmapStorage, which keeps the first row's value for every "
+            "row: the others are lost. Store such rows in a LazyStackStorage, ListStorage or LazyTensorStorage, or "
+            "leave these columns out with keys=[...]."
+        )
+    for path in python_valued:
+        if _rows_share_a_list(columns[path].values) and compat.run_beside(replay_buffer, _is_stored_whole, path):
+            raise ValueError(
+                f"each row of column {flat_name(path)!r} holds the whole column: it was written as "
+                "NonTensorData(list, batch_size=[N]), which gives every row the same list. Write "
+                "NonTensorStack(*list) instead, or the list itself, for one item a row."
+            )
+
+
+def _holds_python(column: Column) -> bool:
+    values = column.values
+    if isinstance(values, torch.Tensor) or column.metadata:
+        return False
+    return not all(value is None or isinstance(value, torch.Tensor) for value in values)
+
+
+def _rows_share_a_list(values: Any) -> bool:
+    shared = Counter(_identity(value) for value in values if isinstance(value, list) and len(value) > 1)
+    return any(count > 1 for count in shared.values())
+
+
+def _identity(value: list[Any]) -> tuple[int, int, int]:
+    # Some storages copy the list for each row, with the items that it has.
+    return len(value), id(value[0]), id(value[-1])
+
+
+def _is_stored_whole(replay_buffer: Any, path: Path) -> bool:
+    """Whether as many rows share one list as it has items. Rows may share a list of another length, say of tools."""
+    buffers = compat.members(replay_buffer)
+    if buffers is not None:
+        return any(_is_stored_whole(buffer, path) for buffer in buffers)
+    rows = compat.read_rows(replay_buffer, torch.arange(min(len(replay_buffer), SCANNED_ROWS)))
+    column = read_columns(rows, [path]).get(path)
+    holders: dict[tuple[int, int, int], list[list[Any]]] = defaultdict(list)
+    for value in column.values if column else ():
+        if isinstance(value, list) and len(value) > 1:
+            holders[_identity(value)].append(value)
+    return any(
+        len(values) == len(values[0]) and all(value == values[0] for value in values) for values in holders.values()
+    )

@@ -1,0 +1,255 @@
+"""A TorchRL replay buffer as a dataset."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.utils.data
+
+from torchrl_trl_bridge.buffers.checks import check_stored_columns
+from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
+from torchrl_trl_bridge.buffers.sampling import Draws, Share, draw_batches, loses_unused_rows, of_worker, wait_for_rows
+from torchrl_trl_bridge.buffers.transfer import to_rows
+from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.rollouts import Column, Path, read_columns
+
+if TYPE_CHECKING:
+    import datasets
+    from tensordict.utils import NestedKey
+    from torchrl.data import ReplayBuffer
+
+Columns = dict[str, Column]
+
+
+class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """A TorchRL replay buffer as a dataset: a live view that draws batches and gives them row by row.
+
+    Each row is a flat dict. Nested keys are joined by dots (``("tokens", "full")`` becomes ``"tokens.full"``), tensors
+    lose the batch dimension and carry no padding that was not stored, strings and other Python values come as they are,
+    and a ``History`` comes as Hugging Face messages: a list of ``{"role": ..., "content": ...}``. A leaf that is None
+    in all rows is left out; a row that lacks a leaf which other rows of the stream have holds None there. A buffer of
+    plain tensors gives the one column ``"value"``. Nothing that is done to a row reaches the buffer.
+
+    Args:
+        replay_buffer: a ``torchrl.data.ReplayBuffer`` of any kind, ensembles and Ray buffers included.
+        batch_size: rows drawn from the buffer at a time.
+        keys: the keys to give, each a string or a tuple of strings. The key of a sub-tensordict gives all leaves below
+            it. A list, or a string with dots, is taken as the nested key that it spells. Default: all.
+        device: where tensors are moved, once for each batch and column. Default: they stay where they are.
+        num_batches: replay batches for each iteration; None never ends. Default: one.
+        seed: makes the rows a function of seed and epoch (`set_epoch`), whatever the global generators and the buffer's
+            own do; these are left as they are. A sampler without replacement starts a pass of its own; one that
+            consumes rows consumes them all the same. Default: rows as the buffer draws them.
+        timeout: seconds to wait for rows when there are none. Default: raise at once.
+
+    Raises:
+        TypeError: if ``replay_buffer`` is not a replay buffer, or a key not a nested key.
+        ValueError: if ``batch_size`` or ``num_batches`` is not a positive integer. While iterating: if two leaves
+            flatten to one name, or the buffer has lost the values of a column (strings in a ``LazyMemmapStorage``).
+        KeyError: at the first batch, if a key of ``keys`` holds nothing; it names the available keys.
+        RuntimeError: while iterating, if the buffer is empty and ``timeout`` is None.
+        TimeoutError: while iterating, if it still is after ``timeout`` seconds.
+
+    Notes:
+        Rows that an iteration drew and did not use are kept for the next one where the sampler would lose them. One
+        that is dropped after its first row was a look at the data, so that this row is kept too.
+
+        In a ``DataLoader`` with workers, each worker gives its share of the batches, and all give them once.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
+        >>> rb = ReplayBuffer(storage=LazyStackStorage(100))
+        >>> for n in (2, 3):
+        ...     _ = rb.add(TensorDict({"tokens": {"full": torch.arange(n)}, "query": "hi"}))
+        >>> row = next(iter(TorchRLBufferDataset(rb, batch_size=4)))
+        >>> sorted(row)
+        ['query', 'tokens.full']
+    """
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        batch_size: int,
+        *,
+        keys: Sequence[NestedKey] | None = None,
+        device: torch.device | str | None = None,
+        num_batches: int | None = 1,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not compat.is_replay_buffer(replay_buffer):
+            raise TypeError(
+                f"replay_buffer must be a torchrl ReplayBuffer instance, got {type(replay_buffer).__name__}: "
+                "pass the buffer itself, such as ReplayBuffer(storage=LazyStackStorage(1000))."
+            )
+        if not _is_positive(batch_size):
+            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
+        if num_batches is not None and not _is_positive(num_batches):
+            raise ValueError(f"num_batches must be a positive integer or None, got {num_batches!r}.")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed must be an integer or None, got {seed!r}.")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be a number of seconds from 0 on, or None, got {timeout!r}.")
+        self._replay_buffer = replay_buffer
+        self._draws = Draws(batch_size, num_batches, seed, timeout)
+        self._keys = keys
+        self._selection = KeySelection(keys)
+        self._device = torch.device(device) if device is not None else None
+        self._epoch = 0
+        self._unused: tuple[Columns, int] | None = None
+        self._unused_lock = threading.Lock()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the iterations to come. With a seed, each epoch has draws of its own."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self.stream(epoch=self._epoch, share=of_worker())
+
+    def stream(
+        self, *, epoch: int, share: Share, names: Sequence[str] = (), scalars: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of one iteration.
+
+        Args:
+            epoch: the epoch, for a seeded dataset.
+            share: the part of the stream to give here.
+            names: columns that each row has, whether the buffer holds them or not.
+            scalars: give 0-d tensors as Python numbers and booleans.
+        """
+        seen = dict.fromkeys(names)
+        keeps = loses_unused_rows(self._replay_buffer, self._draws)
+        given = 0
+        for columns, start in self._batches(epoch, share, self._take_unused() if keeps and share.index == 0 else None):
+            nothing = Column([None] * _len(columns))
+            columns = {name: columns.get(name, nothing) for name in {**seen, **columns}}
+            seen = dict.fromkeys(columns)
+            # Rows are views of the columns, which must stay as they are where they may be given again.
+            rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps)
+            for position in range(start, len(rows)):
+                given += 1
+                try:
+                    yield rows[position]
+                except GeneratorExit:
+                    if keeps:
+                        self._unused = columns, position if given == 1 else position + 1
+                    raise
+
+    def _batches(self, epoch: int, share: Share, unused: tuple[Columns, int] | None) -> Iterator[tuple[Columns, int]]:
+        """The batches of one iteration, each with the position of its first row to give."""
+        if unused is not None:
+            yield unused
+        first = True
+        start = 0 if unused is None else 1
+        for batch in draw_batches(self._replay_buffer, self._draws, epoch=epoch, share=share, start=start):
+            yield self.read(batch, first=first), 0
+            first = False
+
+    def _take_unused(self) -> tuple[Columns, int] | None:
+        with self._unused_lock:  # of two iterators, one gets them
+            unused, self._unused = self._unused, None
+        return unused if unused is not None and unused[1] < _len(unused[0]) else None
+
+    def read(self, batch: Any, *, first: bool = False, added: Sequence[Path] = ()) -> Columns:
+        """The selected columns of a batch, by flat name.
+
+        Args:
+            batch: a batch as the buffer samples it.
+            first: check it as the first batch of a stream: that all keys hold something, and that TorchRL has not lost
+                what they held.
+            added: keys, of integers, that the batch would also hold had it been sampled.
+        """
+        columns = read_columns(batch, self._selection.paths)
+        for path in added:
+            columns.setdefault(path, Column(torch.zeros(_len(columns), dtype=torch.long)))
+        if first and (missing := self._selection.missing(columns)):
+            raise KeyError(describe_missing(missing[0], read_columns(batch)))
+        leaves = self._selection.select(columns)
+        check_names(leaves)
+        if first:
+            check_stored_columns(self._replay_buffer, {leaf: columns[leaf] for leaf in leaves})
+        return {flat_name(leaf): columns[leaf] for leaf in leaves}
+
+    @overload
+    def as_hf_dataset(self, streaming: Literal[True] = True) -> datasets.IterableDataset: ...
+
+    @overload
+    def as_hf_dataset(self, streaming: Literal[False]) -> datasets.Dataset: ...
+
+    def as_hf_dataset(self, streaming: bool = True) -> datasets.IterableDataset | datasets.Dataset:
+        """This dataset as a Hugging Face dataset, which TRL's trainers take.
+
+        Args:
+            streaming: True gives a live view: rows that the buffer gets later are seen, making it reads a few rows and
+                copies none. False gives a snapshot of the whole buffer, in storage order, drawn by no sampler:
+                ``batch_size``, ``num_batches`` and ``seed`` play no part in it.
+
+        Returns:
+            A ``datasets.IterableDataset`` of the same rows, with 0-d tensors as Python numbers and booleans and other
+            tensors as they are; or a ``datasets.Dataset``, in which tensors become lists (bfloat16 as float32, which
+            holds each of its values) and conversations keep the keys that they had.
+
+        Raises:
+            ImportError: if ``datasets`` is not installed.
+            RuntimeError: for a snapshot of an empty buffer, unless ``timeout`` lets it fill.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+            >>> _ = rb.extend(TensorDict({"input_ids": torch.arange(6).view(3, 2)}, batch_size=[3]))
+            >>> dataset = TorchRLBufferDataset(rb, batch_size=4)
+            >>> dataset.as_hf_dataset().column_names
+            ['input_ids']
+            >>> dataset.as_hf_dataset(streaming=False)[:]
+            {'input_ids': [[0, 1], [2, 3], [4, 5]]}
+        """
+        if importlib.util.find_spec("datasets") is None:
+            raise ImportError(
+                "as_hf_dataset needs the optional 'datasets' dependency: "
+                'pip install "torchrl-trl-bridge[trl]" (or datasets alone).'
+            )
+        from torchrl_trl_bridge.buffers import huggingface
+
+        return huggingface.stream(self) if streaming else huggingface.snapshot(self)
+
+    @property
+    def replay_buffer(self) -> ReplayBuffer:
+        """The buffer that this dataset is a view of."""
+        return self._replay_buffer
+
+    def wait(self) -> None:
+        """Returns when the buffer holds rows, and raises as an iteration would when it does not."""
+        wait_for_rows(self._replay_buffer, self._draws)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a worker process: rows that this one drew stay here, and a lock cannot go.
+        return {**self.__dict__, "_unused": None, "_unused_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _unused_lock=threading.Lock())
+
+    def __repr__(self) -> str:
+        extras = {"seed": self._draws.seed, "timeout": self._draws.timeout}
+        return (
+            f"{type(self).__name__}(replay_buffer={self._replay_buffer!r}, batch_size={self._draws.batch_size}, "
+            f"keys={'<all>' if self._keys is None else self._keys}, device={self._device}, "
+            f"num_batches={self._draws.num_batches}"
+            + "".join(f", {name}={value}" for name, value in extras.items() if value is not None)
+            + ")"
+        )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _len(columns: Mapping[Any, Column]) -> int:
+    return max((len(column.values) for column in columns.values()), default=0)

@@ -1,0 +1,68 @@
+"""Columns of a batch → rows: copied once, moved to a device once, a column at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrl_trl_bridge.buffers.flattening import own
+from torchrl_trl_bridge.rollouts import Column
+
+
+def to_rows(
+    columns: dict[str, Column], *, device: torch.device | None, scalars: bool = False, copy: bool = False
+) -> list[dict[str, Any]]:
+    """Turns the columns of one batch into rows that share nothing with the buffer.
+
+    Args:
+        columns: the columns by name.
+        device: where tensors go; None leaves them where they are. One transfer a column.
+        scalars: give 0-d tensors as Python numbers and booleans.
+        copy: also copy dense columns, which the buffer made for this batch.
+
+    Returns:
+        One dict a row. Tensors of a column are views of one tensor made for this batch.
+    """
+    values = [_row_values(column.values, device, scalars, copy) for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _row_values(values: torch.Tensor | list[Any], device: torch.device | None, scalars: bool, copy: bool) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        return _split((values.clone() if copy else _dense(values)).to(device=device), scalars)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) == len(values):
+        return _join(values, device, scalars)
+    if not tensors:
+        return [own(value) for value in values]
+    joined = iter(_join(tensors, device, scalars))
+    return [next(joined) if isinstance(value, torch.Tensor) else own(value) for value in values]
+
+
+def _dense(values: torch.Tensor) -> torch.Tensor:
+    # Rows of an expanded tensor share their memory: an edit of one would show in the others.
+    return values if values.is_contiguous() or values.is_nested else values.contiguous()
+
+
+def _split(values: torch.Tensor, scalars: bool) -> list[Any]:
+    if scalars and values.dim() == 1:
+        return list(values.tolist())
+    return list(values.unbind(0))
+
+
+def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: bool) -> list[Any]:
+    """Copies the tensors of a ragged column, and moves them, in one go."""
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
+        return [_split(tensor[None].clone().to(device=device), scalars)[0] for tensor in tensors]
+    if all(tensor.shape == first.shape for tensor in tensors):
+        return _split(torch.stack(tensors).to(device=device), scalars)
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device=device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    if all(tensor.dim() == 1 for tensor in tensors):
+        return list(parts)
+    return [
+        part.item() if scalars and not tensor.dim() else part.view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

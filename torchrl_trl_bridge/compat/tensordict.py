@@ -1,0 +1,68 @@
+"""What differs between releases of tensordict, and the few private names of it that the hot path reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_collection
+
+try:
+    from tensordict import MetaData
+except ImportError:  # before tensordict 0.11 it had no public name; can go when torchrl 0.11 leaves the matrix
+    from tensordict.tensorclass import MetaData
+
+__all__ = ["is_container", "is_metadata", "is_non_tensor_leaf", "plain_value", "stacked_rows"]
+
+
+# `is_tensor_collection` and `is_non_tensor` look at the class only; remembering it saves two look-ups a leaf.
+_KINDS: dict[type, str] = {}
+
+
+def _kind(value: Any) -> str:
+    cls = type(value)
+    if cls not in _KINDS:
+        if issubclass(cls, MetaData):
+            _KINDS[cls] = "metadata"
+        elif is_tensor_collection(cls):
+            plain = issubclass(cls, (NonTensorData, NonTensorStack)) or is_non_tensor(cls)
+            _KINDS[cls] = "non-tensor" if plain else "container"
+        else:
+            _KINDS[cls] = "other"
+    return _KINDS[cls]
+
+
+def is_container(value: Any) -> bool:
+    """Whether ``value`` is a tensordict or tensor class with leaves of its own."""
+    return _kind(value) == "container"
+
+
+def is_metadata(value: Any) -> bool:
+    """Whether ``value`` is a ``MetaData``: one value for a whole batch, by intent."""
+    return _kind(value) == "metadata"
+
+
+def is_non_tensor_leaf(value: Any) -> bool:
+    """Whether ``value`` wraps Python data: ``NonTensorData``, ``NonTensorStack`` or ``MetaData``."""
+    return _kind(value) in ("non-tensor", "metadata")
+
+
+def stacked_rows(container: Any) -> list[Any] | None:
+    """The rows of a container that is lazily stacked along its first dimension, or None for any other container.
+
+    A lazy stack of tensor classes gives the tensordicts inside: ``.unbind(0)`` would wrap each row again, at 2 us each.
+    """
+    rows = getattr(container, "tensordicts", None)
+    return rows if rows is not None and container.stack_dim == 0 else None
+
+
+def plain_value(leaf: Any) -> Any:
+    """The Python data of a non-tensor leaf: one value without batch dimensions, else lists nested by dimension."""
+    rows = getattr(leaf, "tensordicts", None)
+    if rows is not None:
+        return [plain_value(row) for row in rows] if leaf.stack_dim == 0 else leaf.tolist()
+    if leaf.batch_size and not is_metadata(leaf):
+        return leaf.tolist()
+    # `.data` of tensordict 0.14 goes through the attribute look-up of tensor classes: 2.9 us against 0.1 us, for each
+    # string of each row. The private field can go when the public one is as fast.
+    fields = leaf.__dict__.get("_non_tensordict")
+    return fields["data"] if fields and "data" in fields else leaf.data

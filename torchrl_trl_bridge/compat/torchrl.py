@@ -1,0 +1,250 @@
+"""What differs between releases of TorchRL, and every private name of its replay buffers that the bridge uses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torchrl.data.replay_buffers as torchrl_buffers
+from torchrl.data.replay_buffers import (
+    LazyMemmapStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers.samplers import SamplerEnsemble
+
+# Came with torchrl 0.14, the stale-row sampler with 0.12; an empty tuple makes `isinstance` false on older ones.
+_CONSUMING: Any = getattr(torchrl_buffers, "ConsumingSampler", ())
+_STALENESS_AWARE: Any = getattr(torchrl_buffers, "StalenessAwareSampler", ())
+
+__all__ = [
+    "can_sample",
+    "consumes",
+    "is_replay_buffer",
+    "keys_added_by_sampling",
+    "members",
+    "private_sampler",
+    "read_rows",
+    "row_count",
+    "run_beside",
+    "sample_seeded",
+    "shares_strings_between_rows",
+]
+
+
+def is_replay_buffer(value: object) -> bool:
+    """Whether ``value`` has the interface of a TorchRL replay buffer, or of a client of one."""
+    if isinstance(value, ReplayBuffer):
+        return True
+    return hasattr(type(value), "__len__") and all(
+        callable(getattr(value, name, None)) for name in ("sample", "extend")
+    )
+
+
+def run_beside(replay_buffer: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``function(buffer, *args)`` where the buffer lives: here, or in the Ray actor of a remote buffer.
+
+    A remote buffer forwards public methods only, so what needs its sampler or storage has to run beside it.
+    """
+    actor = _actor(replay_buffer)
+    if actor is None:
+        return function(replay_buffer, *args)
+    import ray
+
+    return ray.get(actor.__ray_call__.remote(function, *args))
+
+
+def _actor(replay_buffer: Any) -> Any:
+    # `RayReplayBuffer` keeps its actor as `_rb`, the clients that it hands out as `_actor` (torchrl 0.11 to 0.14).
+    fields = vars(replay_buffer)
+    actor = fields.get("_rb", fields.get("_actor"))
+    return actor if hasattr(actor, "__ray_call__") else None
+
+
+def members(replay_buffer: Any) -> list[Any] | None:
+    """The buffers of an ensemble, or None for a single buffer."""
+    return list(replay_buffer._rbs) if isinstance(replay_buffer, ReplayBufferEnsemble) else None
+
+
+def keys_added_by_sampling(replay_buffer: Any) -> list[tuple[str, ...]]:
+    """The keys, of integers, that ``sample`` adds to the rows and indexing the buffer does not: where they stand."""
+    if isinstance(replay_buffer, ReplayBufferEnsemble):
+        return [("index", "buffer_ids"), ("index", "index")]
+    return [("index",)] if isinstance(replay_buffer, TensorDictReplayBuffer) else []
+
+
+def row_count(replay_buffer: Any) -> int:
+    """The number of rows. The length of an ensemble is the number of its members."""
+    buffers = members(replay_buffer)
+    return len(replay_buffer) if buffers is None else sum(map(row_count, buffers))
+
+
+def can_sample(replay_buffer: Any, batch_size: int) -> bool:
+    """Whether the buffer holds rows, and its sampler will serve a batch as far as it can tell beforehand."""
+    buffers = members(replay_buffer)
+    if buffers is not None:
+        return all(can_sample(buffer, batch_size) for buffer in buffers)
+    if len(replay_buffer) == 0:
+        return False
+    # Asks the sampler too (rows consumed, stale, or too few for `drop_last`); torchrl 0.14 has it.
+    ask = getattr(type(replay_buffer), "can_sample", None)
+    return True if ask is None or _actor(replay_buffer) is not None else bool(ask(replay_buffer, batch_size))
+
+
+def consumes(replay_buffer: Any) -> bool:
+    """Whether a drawn row is gone for later draws, of this pass or for good, so that no drawn row may be dropped."""
+    return bool(run_beside(replay_buffer, _consumes))
+
+
+def _consumes(replay_buffer: Any) -> bool:
+    return _sampler_consumes(replay_buffer.sampler)
+
+
+def _sampler_consumes(sampler: Any) -> bool:
+    if isinstance(sampler, SamplerEnsemble):
+        return any(_sampler_consumes(member) for member in sampler._samplers)
+    if isinstance(sampler, SamplerWithoutReplacement):
+        return True
+    # A sampler that is not known to draw independently may consume: keep its rows.
+    return not isinstance(sampler, (RandomSampler, PrioritizedSampler, SliceSampler))
+
+
+def shares_strings_between_rows(replay_buffer: Any) -> bool:
+    """Whether the storage keeps the first row's Python values for every row, as a memory-mapped one does."""
+    return bool(run_beside(replay_buffer, _shares_strings))
+
+
+def _shares_strings(replay_buffer: Any) -> bool:
+    buffers = members(replay_buffer)
+    if buffers is not None:
+        return any(_shares_strings(buffer) for buffer in buffers)
+    return isinstance(replay_buffer.storage, LazyMemmapStorage)
+
+
+def read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:
+    """Rows by their place in storage order, collated and transformed as ``sample`` does, without a draw.
+
+    Of an ensemble, whose members may differ in their keys, a list of rows, member after member.
+    """
+    return run_beside(replay_buffer, _read_rows, indices)
+
+
+def _read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:
+    buffers = members(replay_buffer)
+    if buffers is None and getattr(replay_buffer.storage, "ndim", 1) == 1:
+        return replay_buffer[indices]
+    if buffers is None:  # `ReplayBuffer.__getitem__` takes no coordinates, which storages of more dimensions need
+        coordinates = torch.unravel_index(indices, replay_buffer.storage.shape)
+        return _transformed(replay_buffer, replay_buffer._collate_fn(replay_buffer.storage.get(coordinates)))
+    rows: list[Any] = []
+    start = 0
+    for buffer in buffers:
+        here = indices[(indices >= start) & (indices < start + len(buffer))] - start
+        start += len(buffer)
+        if len(here):
+            rows += _transformed(replay_buffer, _read_rows(buffer, here)).unbind(0)
+    return rows
+
+
+def _transformed(replay_buffer: Any, rows: Any) -> Any:
+    transform = replay_buffer._transform
+    if transform is None or not len(transform):
+        return rows
+    with rows.unlock_():
+        return transform(rows)
+
+
+def private_sampler(replay_buffer: Any) -> Any:
+    """A sampler for a stream of its own: like the buffer's, at the start of a pass.
+
+    Only samplers that keep a place within a pass need one. The others keep nothing (random, slices), or what they keep
+    belongs to the buffer (priorities, what was consumed): for them it is the buffer's own sampler, given as None.
+    """
+    return run_beside(replay_buffer, _private_sampler_of)
+
+
+def _private_sampler_of(replay_buffer: Any) -> Any:
+    return _private(replay_buffer.sampler)
+
+
+def _private(sampler: Any) -> Any:
+    if isinstance(sampler, SamplerEnsemble):
+        replaced = [_private(member) for member in sampler._samplers]
+        if all(member is None for member in replaced):
+            return None
+        clone = copy.copy(sampler)
+        clone._samplers = [new or old for new, old in zip(replaced, sampler._samplers, strict=True)]
+        return clone
+    if not isinstance(sampler, SamplerWithoutReplacement):
+        return None
+    clone = copy.copy(sampler)
+    clone._empty()
+    return clone
+
+
+def sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) -> tuple[Any, Any]:
+    """Draws a batch with a generator of its own, and leaves all other generators as they were.
+
+    Args:
+        replay_buffer: the buffer.
+        batch_size: number of rows.
+        seed: seeds this draw.
+        sampler: what `private_sampler` gave, or what the last draw gave back.
+
+    Returns:
+        The batch, and the sampler to pass to the next draw.
+    """
+    batch, sampler = run_beside(replay_buffer, _sample_seeded, batch_size, seed, sampler)
+    return batch, sampler
+
+
+def _sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) -> tuple[Any, Any]:
+    device = getattr(replay_buffer._storage, "device", None)  # random indices are drawn where the storage is
+    generator = torch.Generator(device if isinstance(device, torch.device) else "cpu").manual_seed(seed)
+    # Sampling takes the same lock, so that no other thread sees the exchanged parts. `sample` itself is called, not its
+    # parts, because it adds what each kind of buffer adds to a batch.
+    with replay_buffer._replay_lock, _exchanged(replay_buffer, sampler, generator), _global_generator(sampler, seed):
+        return replay_buffer.sample(batch_size), sampler
+
+
+@contextlib.contextmanager
+def _exchanged(replay_buffer: Any, sampler: Any, generator: torch.Generator) -> Iterator[None]:
+    """Puts ``sampler`` and ``generator`` in the place of the buffer's own, without prefetched batches."""
+    own_sampler = replay_buffer._sampler
+    used = own_sampler if sampler is None else sampler
+    holders = _holders(replay_buffer._storage, "_storages") + _holders(used, "_samplers")
+    generators = [holder._rng for holder in holders]
+    prefetch = replay_buffer._prefetch
+    try:
+        replay_buffer._sampler, replay_buffer._prefetch = used, False
+        for holder in holders:
+            holder._rng = generator
+        yield
+    finally:
+        # An ensemble sets the generator of its members with its own, so that its members come after it.
+        for holder, own_generator in zip(holders, generators, strict=True):
+            holder._rng = own_generator
+        replay_buffer._sampler, replay_buffer._prefetch = own_sampler, prefetch
+
+
+def _holders(part: Any, of_members: str) -> list[Any]:
+    return [part, *(holder for member in getattr(part, of_members, ()) for holder in _holders(member, of_members))]
+
+
+@contextlib.contextmanager
+def _global_generator(sampler: Any, seed: int) -> Iterator[None]:
+    """Seeds torch's global generator for the samplers that draw from it (torchrl 0.12 to 0.14: the stale-row one)."""
+    if not isinstance(sampler, _STALENESS_AWARE):
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
