@@ -1,4 +1,4 @@
-"""Buffers that real collectors filled, for tests on rollouts as TorchRL writes them."""
+"""Buffers that real collectors filled: fixtures for tests on rollouts as TorchRL writes them."""
 
 from __future__ import annotations
 
