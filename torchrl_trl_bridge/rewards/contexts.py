@@ -1,0 +1,40 @@
+"""How the reward model is called: with gradients as it is, or under inference mode in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def scoring(model: nn.Module, inference_mode: bool) -> Iterator[None]:
+    """The context in which a reward model scores.
+
+    Args:
+        model: the reward model.
+        inference_mode: True runs under :func:`torch.inference_mode` with the model and all its submodules in eval mode,
+            and gives each submodule its own flag back, also after an error. False changes nothing: gradients reach the
+            model unless the caller turned them off, and dropout is active if the model is in train mode.
+    """
+    if not inference_mode:
+        yield
+        return
+    with eval_mode(model), torch.inference_mode():
+        yield
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Puts a model and all its submodules into eval mode, and restores each one's flag."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        # The flags themselves, not `.eval()`: some modules do more there, such as merging LoRA weights.
+        for module, _ in flags:
+            module.training = False
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

@@ -1,0 +1,271 @@
+"""`HFRewardModelWrapper`: a Hugging Face reward model scores TorchRL rollouts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, dispatch
+from tensordict.utils import NestedKey
+from torch import nn
+
+from torchrl_trl_bridge.compat import transformers as hf
+from torchrl_trl_bridge.rewards.contexts import scoring
+from torchrl_trl_bridge.rewards.inputs import (
+    TokenRows,
+    check_rows,
+    count_per_row,
+    keep_last,
+    pad_right,
+    plan_micro_batches,
+    read_rows,
+)
+from torchrl_trl_bridge.rewards.outputs import Output, read_rewards
+
+__all__ = ["HFRewardModelWrapper"]
+
+
+class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tensordict is untyped
+    """Scores rollouts with a Hugging Face reward model.
+
+    The reward of a row is what the model gives for that row alone, without padding, whatever rows stand beside it and
+    however the batch is padded: masked ids are taken out, and the rows are padded anew, on the right, with the
+    model's own padding id.
+
+    Args:
+        model: a sequence classifier, such as ``AutoModelForSequenceClassification`` loads, or any module that takes
+            ``input_ids`` and ``attention_mask`` (int64, ``[rows, tokens]``) and returns one score per row. It becomes a
+            submodule: no copy is made.
+
+    Keyword Args:
+        token_key: where the token ids are: integers ``[*batch, tokens]``, left- or right-padded, ragged rows of a lazy
+            stack, or a jagged nested tensor.
+        attention_mask_key: where the mask of the same shape is: boolean, integer or float, 1 where an id counts. None:
+            there is no mask and every id counts.
+        reward_key: where the rewards go.
+        inference_mode: True calls the model under :func:`torch.inference_mode` and in eval mode, and gives each
+            submodule its train/eval flag back. The rewards are ordinary tensors. False lets gradients reach the model
+            and leaves the flags alone.
+        micro_batch_size: most rows that one call of the model sees. Rows of similar lengths go together.
+        max_tokens: most tokens, padding included, that one call of the model sees.
+        pad_token_id: the padding id for a model whose config has none. Without a mask key it is also stripped from both
+            ends of each row.
+        max_length: score only the last ``max_length`` tokens of each row. None: a row that is too long is an error.
+        label: the column that is the reward, of a model that scores several labels: its index, or its name in
+            ``config.id2label``.
+        output: where the rewards are in the model's output: a name, such as ``"score"`` or ``"end_scores"``, or a
+            callable that takes the output and returns them as ``[rows]`` or ``[rows, 1]``. By default ``logits``,
+            else ``rewards``, else the first element of a tuple or the output itself.
+
+    Raises:
+        TypeError: if ``model`` is not a module, or an argument has the wrong type.
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from transformers import LlamaConfig, LlamaForSequenceClassification
+        >>> model = LlamaForSequenceClassification(LlamaConfig(
+        ...     vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...     num_labels=1, pad_token_id=0,
+        ... ))
+        >>> score = HFRewardModelWrapper(model, inference_mode=True)
+        >>> rollouts = TensorDict({
+        ...     "tokens": {"full": torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])},
+        ...     "masks": {"all_attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])},
+        ... }, batch_size=[2])
+        >>> score(rollouts)["reward"].shape
+        torch.Size([2])
+        >>> alone = TensorDict({
+        ...     "tokens": {"full": torch.tensor([5, 6])},
+        ...     "masks": {"all_attention_mask": torch.tensor([True, True])},
+        ... })
+        >>> torch.allclose(score(alone)["reward"], rollouts["reward"][0], atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        token_key: NestedKey = ("tokens", "full"),
+        attention_mask_key: NestedKey | None = ("masks", "all_attention_mask"),
+        reward_key: NestedKey = "reward",
+        inference_mode: bool = False,
+        micro_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        pad_token_id: int | None = None,
+        max_length: int | None = None,
+        label: int | str | None = None,
+        output: Output | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be a torch.nn.Module, got {type(model).__name__}. Load one with "
+                "AutoModelForSequenceClassification.from_pretrained(...)."
+            )
+        super().__init__()
+        self.model = model
+        self.in_keys = [token_key] if attention_mask_key is None else [token_key, attention_mask_key]
+        self.out_keys = [reward_key]
+        self.inference_mode = inference_mode
+        self.micro_batch_size = _at_least("micro_batch_size", micro_batch_size, 1)
+        self.max_tokens = _at_least("max_tokens", max_tokens, 1)
+        self.max_length = _at_least("max_length", max_length, 1)
+        self.pad_token_id = _at_least("pad_token_id", pad_token_id, None)
+        self.label = _label_index(label, hf.labels_of(model))
+        self.output = output
+        self._token_key = token_key
+        self._attention_mask_key = attention_mask_key
+        self._reward_key = reward_key
+
+    @dispatch(auto_batch_size=False)  # type: ignore[untyped-decorator]
+    def forward(self, tensordict: TensorDictBase, tensordict_out: TensorDictBase | None = None) -> TensorDictBase:
+        """Writes the reward of each row.
+
+        Args:
+            tensordict: the rollouts, of any batch size.
+            tensordict_out: where the rewards are written; ``tensordict`` itself by default.
+
+        Returns:
+            The tensordict with the rewards: float32, of the shape of the token ids without their last dimension, on
+            the device of the token ids. No rows give no rewards.
+
+        Raises:
+            KeyError: if the token ids or the mask are not there.
+            TypeError: if the token ids are not integers.
+            ValueError: if the model cannot score a row: it is empty, too long, has ids outside the vocabulary, or
+                ids and mask differ in shape. Also if the model needs a padding id and has none.
+            RuntimeError: if the model's output does not hold one finite reward per row.
+        """
+        rows = read_rows(tensordict, self._token_key, self._attention_mask_key, self.pad_token_id)
+        if self.max_length is not None:
+            rows = keep_last(rows, self.max_length)
+        rewards = self._score(rows)
+        _check_finite(rewards, rows)
+        target = tensordict if tensordict_out is None else tensordict_out
+        target.set(self._reward_key, rewards.reshape(rows.shape))
+        return target
+
+    def _score(self, rows: TokenRows) -> torch.Tensor:
+        """The reward of each row, float32 ``[N]``."""
+        home = rows.ids.device
+        if len(rows.lengths) == 0:
+            return torch.zeros(0, device=home)
+        end_token = hf.end_token_of(self.model)
+        check_rows(
+            rows,
+            vocab_size=hf.vocab_size_of(self.model),
+            positions=hf.positions_of(self.model),
+            end_token=end_token,
+            max_tokens=self.max_tokens,
+        )
+        batches = plan_micro_batches(
+            rows.lengths.tolist(),
+            self._groups(rows, end_token),
+            micro_batch_size=self._most_rows(),
+            max_tokens=self.max_tokens,
+        )
+        parameter = next(self.model.parameters(), None)
+        rows = rows.to(home if parameter is None else parameter.device)
+        with scoring(self.model, self.inference_mode):
+            scores = torch.cat([self._call(rows, batch) for batch in batches])
+            order = torch.tensor(list(chain.from_iterable(batches)), device=scores.device)
+            rewards = scores[order.argsort()]
+        # What is made under inference mode may not enter autograd; a clone made outside may.
+        return (rewards.clone() if self.inference_mode else rewards).to(home)
+
+    def _groups(self, rows: TokenRows, end_token: int | None) -> list[int] | None:
+        """Which rows may share a call, as a number per row; None where all may."""
+        if hf.score_depends_on_padding(self.model) or not hf.takes_mask(self.model):
+            return rows.lengths.tolist()
+        if end_token is not None:
+            return count_per_row(rows, rows.ids == end_token).tolist()
+        return None
+
+    def _lends_padding(self) -> bool:
+        """Whether the model tells padding by an id that its config does not have, and the user gave one."""
+        return (
+            self.pad_token_id is not None
+            and hasattr(hf.text_config_of(self.model), "pad_token_id")
+            and hf.padding_id_of(self.model) is None
+        )
+
+    def _most_rows(self) -> int | None:
+        """The bound on the rows of a call."""
+        vocab_size = hf.vocab_size_of(self.model)
+        if not self._lends_padding() or vocab_size is None:
+            return self.micro_batch_size
+        # The lent id must not end a row, so there must be more ids than rows.
+        return min(vocab_size - 1, self.micro_batch_size or vocab_size)
+
+    def _call(self, rows: TokenRows, batch: list[int]) -> torch.Tensor:
+        """The scores of a micro-batch, float32 ``[len(batch)]``."""
+        chosen = torch.tensor(batch, device=rows.ids.device)
+        lends = self._lends_padding() and len(batch) > 1
+        fill = self._id_to_lend(rows, chosen) if lends else hf.padding_id_of(self.model) or 0
+        ids, mask = pad_right(rows, chosen, fill)
+        padded = not bool(mask.all())
+        if padded and not lends and hf.names_unknown_padding_id(self.model):
+            raise self._needs_padding_id(rows, batch)
+        arguments: dict[str, Any] = {"input_ids": ids, **hf.no_cache_arguments(self.model)}
+        # int64, because not every model takes a boolean mask (XLNet). Without a mask key there is none, unless ids were
+        # filled in.
+        if hf.takes_mask(self.model) and (padded or self._attention_mask_key is not None):
+            arguments["attention_mask"] = mask
+        with hf.lent_padding_id(self.model, fill) if lends else nullcontext():
+            try:
+                output = self.model(**arguments)
+            except ValueError as error:
+                if len(batch) > 1 and hf.padding_id_of(self.model) is None and "pad" in str(error):
+                    raise self._needs_padding_id(rows, batch) from error
+                raise
+        return read_rewards(output, len(batch), select=self.output, label=self.label, labels=hf.labels_of(self.model))
+
+    def _id_to_lend(self, rows: TokenRows, chosen: torch.Tensor) -> int:
+        """An id that ends none of the rows: the model takes the last token that is not padding for the end."""
+        last = set(rows.ids[rows.ends[chosen] - 1].tolist())
+        given = [] if self.pad_token_id is None else [self.pad_token_id]
+        candidates = chain(given, range(len(last) + 1))
+        return next(i for i in candidates if i not in last and hf.knows_id(self.model, i))
+
+    def _needs_padding_id(self, rows: TokenRows, batch: list[int]) -> ValueError:
+        first, second = (rows.name(row) for row in batch[:2])
+        return ValueError(
+            f"{first} and {second} cannot share a call: {type(self.model).__name__} has no padding id in its "
+            "vocabulary (config.pad_token_id). Pass pad_token_id=, or micro_batch_size=1."
+        )
+
+
+def _check_finite(rewards: torch.Tensor, rows: TokenRows) -> None:
+    wrong = ~rewards.detach().isfinite()
+    if wrong.any():
+        raise RuntimeError(
+            f"{rows.names(wrong)}: the reward is not finite (NaN or infinite). Check the model's weights, or load it "
+            "in float32 or bfloat16 if it overflows in float16."
+        )
+
+
+def _at_least(name: str, value: int | None, least: int | None) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}.")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+    return value
+
+
+def _label_index(label: int | str | None, labels: list[str] | None) -> int | None:
+    if label is None or (isinstance(label, int) and not isinstance(label, bool)):
+        if label is not None and (label < 0 or (labels is not None and label >= len(labels))):
+            raise ValueError(f"label={label} is out of range; the model's labels are {', '.join(labels or [])}.")
+        return label
+    if not isinstance(label, str):
+        raise TypeError(f"label must be an int, a str or None, got {type(label).__name__}.")
+    if labels is None or label not in labels:
+        raise ValueError(f"label={label!r} is not one of the model's labels: {', '.join(labels or ['none known'])}.")
+    return labels.index(label)
