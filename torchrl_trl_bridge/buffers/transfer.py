@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from torchrl_trl_bridge.buffers.flattening import own
 from torchrl_trl_bridge.rollouts import Column
+
+_DTYPE, _DEVICE, _NDIM = attrgetter("dtype"), attrgetter("device"), attrgetter("ndim")
 
 
 def to_rows(
@@ -53,14 +56,14 @@ def _split(values: torch.Tensor, scalars: bool) -> list[Any]:
 
 def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: bool) -> list[Any]:
     """Copies the tensors of a ragged column, and moves them, in one go."""
-    first = tensors[0]
-    if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in tensors):
+    if any(len(set(map(attribute, tensors))) > 1 for attribute in (_DTYPE, _DEVICE)):
         return [_split(tensor[None].clone().to(device=device), scalars)[0] for tensor in tensors]
-    if all(tensor.shape == first.shape for tensor in tensors):
+    dims = set(map(_NDIM, tensors))
+    if dims == {0}:
         return _split(torch.stack(tensors).to(device=device), scalars)
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device=device)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    if all(tensor.dim() == 1 for tensor in tensors):
+    flat = tensors if dims == {1} else [tensor.reshape(-1) for tensor in tensors]
+    parts = torch.cat(flat).to(device=device).split_with_sizes(list(map(len, flat)))
+    if dims == {1}:
         return list(parts)
     return [
         part.item() if scalars and not tensor.dim() else part.view(tensor.shape)
