@@ -81,7 +81,6 @@ def read_columns(batch: Any, paths: Iterable[Path] | None = None) -> dict[Path, 
 
     Examples:
         >>> import torch
-from tensordict import TensorDict
         >>> from tensordict import TensorDict, lazy_stack
         >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}, "query": "hi"}) for n in (2, 3)]
         >>> read_columns(lazy_stack(rows), [("tokens", "full")])

@@ -1,0 +1,5 @@
+import sys
+
+from torchrl_trl_bridge.cli import main
+
+sys.exit(main())
