@@ -10,15 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrl_trl_bridge.buffers.collecting import CollectCallback
+    from torchrl_trl_bridge.buffers.columns import DatasetType
     from torchrl_trl_bridge.buffers.dataset import TorchRLBufferDataset
+    from torchrl_trl_bridge.buffers.preferences import PreferencePairs
     from torchrl_trl_bridge.rewards.model import HFRewardModelWrapper
 
 __version__ = "0.1.0"
 
-__all__ = ["HFRewardModelWrapper", "TorchRLBufferDataset", "__version__"]
+__all__ = [
+    "CollectCallback",
+    "DatasetType",
+    "HFRewardModelWrapper",
+    "PreferencePairs",
+    "TorchRLBufferDataset",
+    "__version__",
+]
 
 _MODULE_OF = {
+    "CollectCallback": "torchrl_trl_bridge.buffers.collecting",
+    "DatasetType": "torchrl_trl_bridge.buffers.columns",
     "HFRewardModelWrapper": "torchrl_trl_bridge.rewards.model",
+    "PreferencePairs": "torchrl_trl_bridge.buffers.preferences",
     "TorchRLBufferDataset": "torchrl_trl_bridge.buffers.dataset",
 }
 

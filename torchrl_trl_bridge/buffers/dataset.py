@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.utils.data
 
 from torchrl_trl_bridge.buffers.checks import check_stored_columns
+from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
 from torchrl_trl_bridge.buffers.sampling import Draws, Share, draw_batches, loses_unused_rows, of_worker, wait_for_rows
 from torchrl_trl_bridge.buffers.transfer import to_rows
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from torchrl.data import ReplayBuffer
 
 Columns = dict[str, Column]
+
+PEEKED_ROWS = 16
+"""How many rows, spread over the buffer, are read to learn the columns of a stream."""
 
 
 class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
@@ -48,8 +53,9 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     Raises:
         TypeError: if ``replay_buffer`` is not a replay buffer, or a key not a nested key.
-        ValueError: if ``batch_size`` or ``num_batches`` is not a positive integer. While iterating: if two leaves
-            flatten to one name, or the buffer has lost the values of a column (strings in a ``LazyMemmapStorage``).
+        ValueError: if ``batch_size`` or ``num_batches`` is not a positive integer, or both ``keys`` and ``columns`` are
+            given. While iterating: if the buffer holds nothing to make the ``columns`` of, if two leaves flatten to one
+            name, or the buffer has lost the values of a column (strings in a ``LazyMemmapStorage``).
         KeyError: at the first batch, if a key of ``keys`` holds nothing; it names the available keys.
         RuntimeError: while iterating, if the buffer is empty and ``timeout`` is None.
         TimeoutError: while iterating, if it still is after ``timeout`` seconds.
@@ -78,6 +84,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         batch_size: int,
         *,
         keys: Sequence[NestedKey] | None = None,
+        columns: str | DatasetType | Mapping[str, NestedKey] | None = None,
         device: torch.device | str | None = None,
         num_batches: int | None = 1,
         seed: int | None = None,
@@ -100,6 +107,9 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._draws = Draws(batch_size, num_batches, seed, timeout)
         self._keys = keys
         self._selection = KeySelection(keys)
+        if keys is not None and columns is not None:
+            raise ValueError("keys and columns exclude each other: name further keys in columns={column: key}.")
+        self._plan = None if columns is None else ColumnPlan(columns)
         self._device = torch.device(device) if device is not None else None
         self._epoch = 0
         self._unused: tuple[Columns, int] | None = None
@@ -165,6 +175,8 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
                 what they held.
             added: keys, of integers, that the batch would also hold had it been sampled.
         """
+        if self._plan is not None:
+            return self._read_planned(self._plan, batch, first)
         columns = read_columns(batch, self._selection.paths)
         for path in added:
             columns.setdefault(path, Column(torch.zeros(_len(columns), dtype=torch.long)))
@@ -175,6 +187,49 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         if first:
             check_stored_columns(self._replay_buffer, {leaf: columns[leaf] for leaf in leaves})
         return {flat_name(leaf): columns[leaf] for leaf in leaves}
+
+    def _read_planned(self, plan: ColumnPlan, batch: Any, first: bool) -> Columns:
+        leaves = read_columns(batch, plan.paths)
+        columns = plan.build(leaves, lambda: list(read_columns(batch)), first=first)
+        if first:
+            check_stored_columns(self._replay_buffer, {path: leaves[path] for path in plan.paths if path in leaves})
+        return columns
+
+    def peek(self, plan: ColumnPlan | None = None) -> Columns:
+        """The columns of a few rows, spread over the buffer, without a draw. Waits for rows as an iteration does.
+
+        Args:
+            plan: which columns; those of this dataset by default.
+        """
+        if not self.row_count:
+            self.wait()
+        size = self.row_count
+        indices = torch.linspace(0, size - 1, min(size, PEEKED_ROWS)).long()
+        batch = compat.read_rows(self._replay_buffer, indices)
+        if plan is not None:
+            return self._read_planned(plan, batch, True)
+        return self.read(batch, added=compat.keys_added_by_sampling(self._replay_buffer))
+
+    def check(self, trainer_class: type, args: Any = None, *, streaming: bool = True) -> None:
+        """Checks, before there is a trainer, that it would take the rows of this dataset. Draws none.
+
+        TRL's own trainers are checked so by themselves when they are given `as_hf_dataset`, unless it is mapped before.
+
+        Args:
+            trainer_class: a trainer class of ``trl``, or a sub-class of one.
+            args: its configuration, such as an ``SFTConfig``, for the checks that depend on it.
+            streaming: what will be passed to `as_hf_dataset`.
+
+        Raises:
+            ValueError: if the trainer needs other columns (it names those, the ones that there are, and the
+                ``columns=`` to write), if its release takes no stream, if SFT would train on the prompts of tokenized
+                rows as well, and if the stream ends before one generation batch of GRPO, RLOO or distillation.
+            TypeError: if ``trainer_class`` is no trainer whose columns are known.
+            RuntimeError: if the buffer is empty and ``timeout`` is None.
+        """
+        from torchrl_trl_bridge.buffers.trainers import check_trainer
+
+        check_trainer(self, trainer_class, args, streaming=streaming)
 
     @overload
     def as_hf_dataset(self, streaming: Literal[True] = True) -> datasets.IterableDataset: ...
@@ -225,6 +280,21 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         """The buffer that this dataset is a view of."""
         return self._replay_buffer
 
+    @property
+    def batch_size(self) -> int:
+        """Rows drawn from the buffer at a time."""
+        return self._draws.batch_size
+
+    @property
+    def row_count(self) -> int:
+        """Rows that the buffer holds."""
+        return compat.row_count(self._replay_buffer)
+
+    @property
+    def rows_per_iteration(self) -> int | None:
+        """How many rows an iteration gives; None for no end."""
+        return None if self._draws.num_batches is None else self._draws.num_batches * self._draws.batch_size
+
     def wait(self) -> None:
         """Returns when the buffer holds rows, and raises as an iteration would when it does not."""
         wait_for_rows(self._replay_buffer, self._draws)
@@ -237,10 +307,14 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.__dict__.update(state, _unused_lock=threading.Lock())
 
     def __repr__(self) -> str:
+        if self._plan is not None and self._plan.form is None and self._plan.type and self.row_count:
+            with contextlib.suppress(Exception):  # repr of a dataset that has no such rows is still a repr
+                self.peek()
+        columns = f"columns={self._plan}" if self._plan else f"keys={'<all>' if self._keys is None else self._keys}"
         extras = {"seed": self._draws.seed, "timeout": self._draws.timeout}
         return (
             f"{type(self).__name__}(replay_buffer={self._replay_buffer!r}, batch_size={self._draws.batch_size}, "
-            f"keys={'<all>' if self._keys is None else self._keys}, device={self._device}, "
+            f"{columns}, device={self._device}, "
             f"num_batches={self._draws.num_batches}"
             + "".join(f", {name}={value}" for name, value in extras.items() if value is not None)
             + ")"

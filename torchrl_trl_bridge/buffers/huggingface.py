@@ -12,15 +12,13 @@ import torch
 
 from torchrl_trl_bridge.buffers import arrow
 from torchrl_trl_bridge.buffers.sampling import Share
+from torchrl_trl_bridge.buffers.trainers import check_evaluation, check_exhausted, check_user
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.datasets import ExamplesIterable, UnshuffledStream, dataset_of_table
 from torchrl_trl_bridge.rollouts import Column
 
 if TYPE_CHECKING:
     from torchrl_trl_bridge.buffers.dataset import TorchRLBufferDataset
-
-PEEKED_ROWS = 16
-"""How many rows, spread over the buffer, are read to learn the columns of a stream."""
 
 SNAPSHOT_ROWS = 4096
 """How many rows of a snapshot are read at a time."""
@@ -55,8 +53,10 @@ class BufferStream(UnshuffledStream):
     @property
     def features(self) -> datasets.Features | None:
         examples = getattr(self, "_ex_iterable", None)
-        if self._info.features is None and isinstance(examples, _BufferExamples):
-            self._info.features = examples.features
+        if isinstance(examples, _BufferExamples):
+            check_user(examples.dataset, examples.checked)
+            if self._info.features is None:
+                self._info.features = examples.features
         return self._info.features
 
 
@@ -71,6 +71,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
         super().__init__()
         self.dataset = dataset
         self.epoch = 0
+        self.checked: set[type] = set()
         self._features: datasets.Features | None = None
 
     @property
@@ -82,6 +83,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         state: dict[str, Any] = self._state_dict or {}
         skipped = state.get("given", 0)
+        check_evaluation(self.dataset)
         # `datasets` gives its only shard, the whole stream, to one data-loader worker.
         rows = self.dataset.stream(epoch=self.epoch, share=Share(), names=list(self.features or ()), scalars=True)
         for position, row in enumerate(rows):
@@ -90,6 +92,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
             if self._state_dict:
                 self._state_dict["given"] = position + 1
             yield position, row
+        check_exhausted(self.dataset)
 
     def shift_rngs(self, value: int) -> _BufferExamples:
         """``datasets`` calls this with the epoch."""
@@ -112,10 +115,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
 
 
 def _features_of(dataset: TorchRLBufferDataset) -> datasets.Features | None:
-    replay_buffer = dataset.replay_buffer
-    size = compat.row_count(replay_buffer)
-    if not size:
+    if not compat.row_count(dataset.replay_buffer):
         return None
-    indices = torch.linspace(0, size - 1, min(size, PEEKED_ROWS)).long()
-    columns = dataset.read(compat.read_rows(replay_buffer, indices), added=compat.keys_added_by_sampling(replay_buffer))
+    columns = dataset.peek()
     return datasets.Features({name: arrow.feature_of(name, column.values) for name, column in columns.items()})

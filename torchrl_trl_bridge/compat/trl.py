@@ -1,0 +1,170 @@
+"""What differs between releases of TRL: what its trainers need of a dataset, and what they call it.
+
+Nothing here imports ``trl``: a trainer class that is asked about has its module loaded already.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from packaging.version import Version
+
+__all__ = [
+    "Needs",
+    "TrainerAtWork",
+    "generation_batch",
+    "is_known",
+    "needs_of",
+    "takes_streams",
+    "token_names_of_pairs",
+    "trainer_at_work",
+    "trains_on_prompts_too",
+]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a trainer needs of a dataset.
+
+    ``columns`` are alternatives: the rows hold all columns of one of them. ``types`` are the dataset types to name for
+    ``columns=`` of a buffer dataset, the usual one first.
+    """
+
+    columns: tuple[tuple[str, ...], ...]
+    types: tuple[str, ...]
+
+
+_PROMPTS = Needs((("prompt",),), ("prompt-only",))
+_PAIRS = Needs((("chosen", "rejected"),), ("preference",))
+_PAIRS_WITH_PROMPT = Needs((("prompt", "chosen", "rejected"),), ("preference",))
+
+# By the name of the trainer, of TRL 0.24 to 1.16. Sub-classes need what their trainer needs.
+_NEEDS = {
+    "SFTTrainer": Needs(
+        (("messages",), ("text",), ("prompt", "completion"), ("input_ids",)),
+        ("prompt-completion", "language-modeling", "tokenized"),
+    ),
+    "GRPOTrainer": _PROMPTS,
+    "RLOOTrainer": _PROMPTS,
+    "DistillationTrainer": _PROMPTS,
+    "DPOTrainer": _PAIRS,
+    "CPOTrainer": _PAIRS_WITH_PROMPT,
+    "ORPOTrainer": _PAIRS_WITH_PROMPT,
+    "KTOTrainer": Needs(
+        (("prompt", "completion", "label"), ("chosen", "rejected")), ("unpaired-preference", "preference")
+    ),
+    "RewardTrainer": Needs(
+        (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
+        ("preference",),
+    ),
+}
+
+# These repeat each prompt of a stream with a helper of TRL's; before it had one (TRL 1.8 has not) they refuse a stream.
+_REPEAT_PROMPTS = frozenset({"GRPOTrainer", "RLOOTrainer", "DistillationTrainer"})
+
+
+def needs_of(trainer_class: type) -> Needs:
+    """What a trainer needs of a dataset.
+
+    Raises:
+        TypeError: for a class that is none of the known trainers.
+    """
+    return _NEEDS[_known_base(trainer_class).__name__]
+
+
+def is_known(trainer_class: type) -> bool:
+    """Whether this is one of the known trainers itself, which no sub-class has taught to take other columns."""
+    return trainer_class.__name__ in _NEEDS and trainer_class.__module__.partition(".")[0] == "trl"
+
+
+def _known_base(trainer_class: type) -> type:
+    for base in getattr(trainer_class, "__mro__", ()):
+        if base.__name__ in _NEEDS and base.__module__.partition(".")[0] == "trl":
+            return base  # type: ignore[no-any-return]
+    raise TypeError(
+        f"{getattr(trainer_class, '__name__', trainer_class)!r} is not a trainer class whose columns are known. "
+        f"Known are {', '.join(sorted(_NEEDS))} of trl."
+    )
+
+
+def takes_streams(trainer_class: type) -> bool:
+    """Whether the installed release of a trainer trains from an iterable dataset.
+
+    Asks its module for what it would need: CPO and ORPO, and KTO before TRL 1.4, know map-style datasets only.
+    """
+    base = _known_base(trainer_class)
+    module = sys.modules[base.__module__]
+    if not hasattr(module, "IterableDataset"):
+        return False
+    return base.__name__ not in _REPEAT_PROMPTS or hasattr(module, "repeat_iterable_dataset")
+
+
+@functools.cache
+def token_names_of_pairs() -> tuple[str, str]:
+    """What the installed RewardTrainer calls the token ids of a pair; the newest names where TRL is not installed."""
+    try:
+        version = Version(importlib.metadata.version("trl"))
+    except importlib.metadata.PackageNotFoundError:
+        return "chosen_ids", "rejected_ids"
+    # Renamed between TRL 0.24 and 0.29. Can go when 0.24 leaves the matrix.
+    return ("chosen_ids", "rejected_ids") if version >= Version("0.29") else ("chosen_input_ids", "rejected_input_ids")
+
+
+def trains_on_prompts_too(trainer_class: type, args: Any) -> bool:
+    """Whether SFT would ignore the ``completion_mask`` of tokenized rows, and train on the prompts as well.
+
+    It takes the mask for an offer, and accepts it only with ``completion_only_loss=True`` (TRL 1.16), whereas rows with
+    ``prompt`` and ``completion`` turn that on by themselves.
+    """
+    is_sft = _known_base(trainer_class).__name__ == "SFTTrainer"
+    return is_sft and args is not None and getattr(args, "completion_only_loss", None) is None
+
+
+def generation_batch(args: Any) -> int | None:
+    """How many prompts one generation batch of GRPO, RLOO or distillation takes, or None for other trainers."""
+    size, group = getattr(args, "generation_batch_size", None), getattr(args, "num_generations", 1)
+    return None if size is None else size // group
+
+
+@dataclass(frozen=True)
+class TrainerAtWork:
+    """A trainer that is asking for rows at this moment."""
+
+    trainer: Any
+    evaluates: bool
+    arguments: dict[str, Any]
+    """The variables of its outermost method: the arguments, while it is being made."""
+
+
+def trainer_at_work() -> TrainerAtWork | None:
+    """The trainer on whose behalf the caller runs, or None.
+
+    A dataset is not told who iterates it, and some mistakes show only there: a stream without end that is evaluated,
+    columns that the trainer does not take. So the calling frames are looked through, for a method of
+    ``transformers.Trainer`` (4.56 to 5.24). Where nothing is found nothing is checked.
+    """
+    transformers = sys.modules.get("transformers.trainer")
+    if transformers is None:
+        return None
+    found: FrameType | None = None
+    evaluates = False
+    for frame in _frames():
+        if isinstance(frame.f_locals.get("self"), transformers.Trainer):
+            found = frame
+            if frame.f_code.co_name in ("evaluation_loop", "prediction_loop"):
+                evaluates = True
+                break
+    return None if found is None else TrainerAtWork(found.f_locals["self"], evaluates, dict(found.f_locals))
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
