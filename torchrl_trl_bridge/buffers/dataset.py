@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,9 +13,11 @@ import torch.utils.data
 from torchrl_trl_bridge.buffers.checks import check_stored_columns
 from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
-from torchrl_trl_bridge.buffers.sampling import Draws, Share, draw_batches, loses_unused_rows, of_worker, wait_for_rows
-from torchrl_trl_bridge.buffers.transfer import to_rows
+from torchrl_trl_bridge.buffers.sampling import Draws, Share, wait_for_rows
+from torchrl_trl_bridge.buffers.streaming import Stream
+from torchrl_trl_bridge.buffers.workers import of_worker, sendable_buffer
 from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.compat.torch import fork_workers_of
 from torchrl_trl_bridge.rollouts import Column, Path, read_columns
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         batch_size: rows drawn from the buffer at a time.
         keys: the keys to give, each a string or a tuple of strings. The key of a sub-tensordict gives all leaves below
             it. A list, or a string with dots, is taken as the nested key that it spells. Default: all.
+        columns: in place of ``keys``, the columns of a TRL dataset type: its name (``"language-modeling"``,
+            ``"prompt-only"``, ``"prompt-completion"``, ``"preference"``, ``"unpaired-preference"``, ``"tokenized"``), a
+            `DatasetType` for more choice, or a mapping from column names to the keys of single leaves, such as
+            ``{"prompt": ("history", "prompt"), "solution": "answer"}``.
         device: where tensors are moved, once for each batch and column. Default: they stay where they are.
         num_batches: replay batches for each iteration; None never ends. Default: one.
         seed: makes the rows a function of seed and epoch (`set_epoch`), whatever the global generators and the buffer's
@@ -111,60 +116,66 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             raise ValueError("keys and columns exclude each other: name further keys in columns={column: key}.")
         self._plan = None if columns is None else ColumnPlan(columns)
         self._device = torch.device(device) if device is not None else None
-        self._epoch = 0
-        self._unused: tuple[Columns, int] | None = None
-        self._unused_lock = threading.Lock()
+        # In shared memory, so that it reaches the copies of this dataset in workers that outlive an epoch.
+        self._epoch = torch.tensor(0).share_memory_()
+        settings = {"batch_size": batch_size, "num_batches": num_batches, "seed": seed}
+        settings |= {"keys": None if keys is None else str(list(keys)), "columns": str(columns)}
+        self._stream = Stream(
+            replay_buffer, self._draws, lambda batch, first: self.read(batch, first=first), self._device, settings
+        )
+        fork_workers_of(TorchRLBufferDataset)
+        compat.keep_whole_in_forks(replay_buffer)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the iterations to come. With a seed, each epoch has draws of its own."""
-        self._epoch = epoch
+        """Sets the epoch of the iterations to come, in data-loader workers too. With a seed, each has its own draws."""
+        self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self.stream(epoch=self._epoch, share=of_worker())
+        return self.stream(epoch=int(self._epoch), share=of_worker())
 
     def stream(
-        self, *, epoch: int, share: Share, names: Sequence[str] = (), scalars: bool = False
+        self,
+        *,
+        epoch: int,
+        share: Share,
+        names: Sequence[str] = (),
+        scalars: bool = False,
+        place: dict[str, Any] | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """The rows of one iteration.
+        """The rows of one iteration: see `Stream.rows`."""
+        return self._stream.rows(epoch=epoch, share=share, names=names, scalars=scalars, place=place)
 
-        Args:
-            epoch: the epoch, for a seeded dataset.
-            share: the part of the stream to give here.
-            names: columns that each row has, whether the buffer holds them or not.
-            scalars: give 0-d tensors as Python numbers and booleans.
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the latest iteration, of numbers, strings and tensors.
+
+        The rows that a seeded dataset gives from a place on follow from its seed and what the buffer then holds. Without
+        a seed the state holds the rows that are drawn and not given; those after them follow from the buffer's own
+        generator and sampler, which `save_buffer` saves.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(100))
+            >>> _ = rb.extend(TensorDict({"x": torch.arange(100)}, batch_size=[100]))
+            >>> dataset = TorchRLBufferDataset(rb, batch_size=4, num_batches=2, seed=0)
+            >>> rows = iter(dataset)
+            >>> before = [int(next(rows)["x"]) for _ in range(3)]
+            >>> resumed = TorchRLBufferDataset(rb, batch_size=4, num_batches=2, seed=0)
+            >>> resumed.load_state_dict(dataset.state_dict())
+            >>> [int(row["x"]) for row in resumed] == [int(row["x"]) for row in rows]
+            True
         """
-        seen = dict.fromkeys(names)
-        keeps = loses_unused_rows(self._replay_buffer, self._draws)
-        given = 0
-        for columns, start in self._batches(epoch, share, self._take_unused() if keeps and share.index == 0 else None):
-            nothing = Column([None] * _len(columns))
-            columns = {name: columns.get(name, nothing) for name in {**seen, **columns}}
-            seen = dict.fromkeys(columns)
-            # Rows are views of the columns, which must stay as they are where they may be given again.
-            rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps)
-            for position in range(start, len(rows)):
-                given += 1
-                try:
-                    yield rows[position]
-                except GeneratorExit:
-                    if keeps:
-                        self._unused = columns, position if given == 1 else position + 1
-                    raise
+        return self._stream.state_dict()
 
-    def _batches(self, epoch: int, share: Share, unused: tuple[Columns, int] | None) -> Iterator[tuple[Columns, int]]:
-        """The batches of one iteration, each with the position of its first row to give."""
-        if unused is not None:
-            yield unused
-        first = True
-        start = 0 if unused is None else 1
-        for batch in draw_batches(self._replay_buffer, self._draws, epoch=epoch, share=share, start=start):
-            yield self.read(batch, first=first), 0
-            first = False
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lets the next iteration go on from a place that `state_dict` gave, and sets the epoch to that of the place.
 
-    def _take_unused(self) -> tuple[Columns, int] | None:
-        with self._unused_lock:  # of two iterators, one gets them
-            unused, self._unused = self._unused, None
-        return unused if unused is not None and unused[1] < _len(unused[0]) else None
+        Raises:
+            ValueError: if it is no such state, or that of a newer release.
+        """
+        self._stream.load_state_dict(state_dict)
+        self.set_epoch(state_dict["epoch"])
 
     def read(self, batch: Any, *, first: bool = False, added: Sequence[Path] = ()) -> Columns:
         """The selected columns of a batch, by flat name.
@@ -300,11 +311,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         wait_for_rows(self._replay_buffer, self._draws)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a worker process: rows that this one drew stay here, and a lock cannot go.
-        return {**self.__dict__, "_unused": None, "_unused_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _unused_lock=threading.Lock())
+        return {**self.__dict__, "_replay_buffer": sendable_buffer(self._replay_buffer)}
 
     def __repr__(self) -> str:
         if self._plan is not None and self._plan.form is None and self._plan.type and self.row_count:
