@@ -1,10 +1,13 @@
-"""TorchRL's ``History`` as Hugging Face messages."""
+"""TorchRL's ``History`` ↔ Hugging Face messages, lossless both ways."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_trl_bridge.compat.tensordict import is_container, is_non_tensor_leaf, plain_value, stacked_rows
 
@@ -12,6 +15,8 @@ Message = dict[str, Any]
 
 # TorchRL pads conversations of a batch with turns of this role; its chat templates skip them, and so do we.
 PLACEHOLDER_ROLE = "<none>"
+
+_OWN_FIELDS = frozenset({"role", "content", "tool_calls"})
 
 
 def is_history(value: object) -> bool:
@@ -35,7 +40,7 @@ def history_to_messages(history: Any) -> Any:
         lists for more dimensions; the one message for none. ``tool_calls`` come in Hugging Face form
         (``{"type": "function", "function": {"name": ..., "arguments": ...}}``), each entry of ``tool_responses`` as a
         message of role ``"tool"``. Turns of role ``"<none>"``, TorchRL's padding, are left out, and so is
-        ``is_complete``, which has no counterpart.
+        ``is_complete``, which has no counterpart. What :func:`messages_to_history` made comes back as it was.
 
     Examples:
         >>> from torchrl.data.llm import History
@@ -50,6 +55,93 @@ def history_to_messages(history: Any) -> Any:
         return [message for turn in _turns(history) for message in _messages_of(turn)]
     messages = _messages_of({key: _field(value) for key, value in history.items()})
     return messages[0] if len(messages) == 1 else messages
+
+
+def messages_to_history(messages: Any, *, is_complete: bool = True) -> Any:
+    """Turns Hugging Face messages into a ``History``; :func:`history_to_messages` gives back equal messages.
+
+    Args:
+        messages: a conversation, a list of ``{"role": str, "content": ...}``, or a list of conversations, which may
+            differ in length. Content may be a string, None or a list of parts; a message may have any other fields.
+        is_complete: whether the last message of each conversation was ended, not cut off: TorchRL's field of that name.
+
+    Returns:
+        A ``torchrl.data.llm.History`` of batch size ``[turns]``, lazily stacked, or of ``[conversations, turns]``,
+        where ``turns`` is -1 if they differ. Role, content and tool calls are in ``History``'s fields. If any message
+        has more than that (a tool's ``name`` and ``tool_call_id``, ``reasoning_content``, ...), it is a
+        :class:`~torchrl_trl_bridge.history.MessageHistory`, a ``History`` with one more field. Its
+        ``apply_chat_template`` renders the text that a tokenizer renders from the messages. The values of a message are
+        held as they are, not copied.
+
+    Raises:
+        TypeError: if a conversation is not a list of dicts with string keys. It names the conversation and the message.
+        ValueError: for an empty conversation, and for a role that is not a string, or ``"<none>"``, which TorchRL
+            skips.
+
+    Examples:
+        >>> chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+        >>> history = messages_to_history([chat, chat[:1]])
+        >>> list(history[0].content)
+        ['2+2?', '4']
+        >>> history_to_messages(history) == [chat, chat[:1]]
+        True
+    """
+    if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple)):
+        chats = [_turns_of(chat, is_complete, f" of conversation {i}") for i, chat in enumerate(messages)]
+        turns = lazy_stack([lazy_stack(chat) for chat in chats])
+        return _history_class(turn for chat in chats for turn in chat).from_tensordict(turns)
+    chat = _turns_of(messages, is_complete, "")
+    return _history_class(chat).from_tensordict(lazy_stack(chat))
+
+
+def _history_class(turns: Iterable[Any]) -> Any:
+    if any("extra" in turn.keys() for turn in turns):  # noqa: SIM118 (a tensordict is no mapping)
+        from torchrl_trl_bridge.history import MessageHistory
+
+        return MessageHistory
+    from torchrl.data.llm import History
+
+    return History
+
+
+def _turns_of(chat: Any, is_complete: bool, where: str) -> list[TensorDict]:
+    if not isinstance(chat, (list, tuple)):
+        raise TypeError(f"a conversation must be a list of messages, got {chat!r}{where}.")
+    if not chat:
+        raise ValueError(f"a conversation needs at least one message{where or ', got an empty list'}.")
+    last = len(chat) - 1
+    return [_turn_of(message, is_complete or i < last, f"message {i}{where}") for i, message in enumerate(chat)]
+
+
+def _turn_of(message: Any, is_complete: bool, where: str) -> TensorDict:
+    if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+        raise TypeError(f"{where} must be a dict with 'role' and 'content', got {message!r}.")
+    role = message.get("role")
+    if not isinstance(role, str) or role == PLACEHOLDER_ROLE:
+        raise ValueError(
+            f"{where} has the role {role!r}: it must be a string such as 'user', and not {PLACEHOLDER_ROLE!r}, "
+            "by which TorchRL marks padding."
+        )
+    # Wrapped one by one: a list given to a tensordict would be taken for values of several rows.
+    fields = {"role": NonTensorData(role), "is_complete": NonTensorData(is_complete)}
+    if "content" in message:
+        fields["content"] = NonTensorData(message["content"])
+    calls = message.get("tool_calls")
+    if calls:
+        fields["tool_calls"] = NonTensorData(calls)
+    extra = {key: value for key, value in message.items() if key not in _OWN_FIELDS}
+    if "tool_calls" in message and not _come_back(calls):
+        extra["tool_calls"] = calls
+    if extra or "content" not in message:
+        fields["extra"] = NonTensorData(extra)
+    return TensorDict(fields)
+
+
+def _come_back(calls: Any) -> bool:
+    """Whether tool calls survive in ``History``'s own field, which has no empty lists and no bare functions."""
+    return (
+        isinstance(calls, list) and bool(calls) and all(isinstance(call, dict) and "function" in call for call in calls)
+    )
 
 
 def _turns(history: Any) -> list[dict[str, Any]]:
@@ -76,18 +168,23 @@ def _messages_of(turn: dict[str, Any]) -> list[Message]:
     role = turn["role"]
     if role == PLACEHOLDER_ROLE:
         return []
-    message: Message = {"role": role, "content": turn.get("content")}
+    extra = turn.get("extra")
+    message: Message = {"role": role}
+    if extra is None or "content" in turn:  # TorchRL leaves out a content of None; `extra` tells none from None
+        message["content"] = turn.get("content")
     if turn.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in turn["tool_calls"]]
+    if extra is not None:
+        return [message | extra]
     replies = [_tool_reply(reply) for reply in turn.get("tool_responses") or ()]
     if role == "tool" and replies and message["content"] in (None, "", replies[0]["content"]):
         return replies  # the turn says nothing beside its replies
     return [message, *replies]
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(call: Any) -> Any:
     # TorchRL's parsers of model output write the bare function.
-    return call if "function" in call else {"type": "function", "function": call}
+    return call if not isinstance(call, dict) or "function" in call else {"type": "function", "function": call}
 
 
 def _tool_reply(reply: Any) -> Message:
