@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from torchrl_trl_bridge.buffers.flattening import own
-from torchrl_trl_bridge.compat.datasets import HAS_JSON
+from torchrl_trl_bridge.compat.datasets import HAS_JSON, item_of, list_of
 from torchrl_trl_bridge.rollouts import Column
 
 Values = torch.Tensor | list[Any]
@@ -24,7 +24,8 @@ def feature_of(name: str, values: Values) -> Any:
     """The Hugging Face feature of a column, from its values.
 
     Tensors give (nested lists of) their dtype, bfloat16 gives float32. Python values of one type give that type.
-    Dictionaries, and lists of them such as conversations, give ``datasets.Json``, which keeps the keys of each row.
+    Dictionaries that hold strings under the same keys, as plain messages do, give a struct; others ``datasets.Json``,
+    which keeps the keys of each row.
     """
     if isinstance(values, torch.Tensor):
         return _tensor_feature(values.dtype, values.dim() - 1)
@@ -55,13 +56,24 @@ def _python_feature(present: list[Any]) -> Any:
         return datasets.Value(known)
     if types <= {list, tuple}:
         items = [item for value in present for item in value]
-        if any(item is not None for item in items):
-            return datasets.Sequence(_python_feature([item for item in items if item is not None]))
-        return datasets.Sequence(datasets.Value("null"))
+        present = [item for item in items if item is not None]
+        return list_of(_python_feature(present) if present else datasets.Value("null"))
+    if types == {dict} and (names := _names_of_strings(present)):
+        # Not Json where it can be helped: a trainer that maps messages to text would have the text taken apart into
+        # characters, for `datasets` (5.2) tries the old feature first, and a list of Json takes any string.
+        return {name: datasets.Value("string") for name in names}
     if HAS_JSON:
         return datasets.Json()
     # Before datasets 4.7: a struct, in which Arrow fills the keys that a row lacks with None.
     return datasets.features.features.generate_from_arrow_type(pa.array([own(value) for value in present]).type)
+
+
+def _names_of_strings(values: list[dict[Any, Any]]) -> tuple[str, ...]:
+    """The keys of dictionaries that all have the same ones, and strings under each; else none."""
+    names = tuple(values[0])
+    if any(tuple(value) != names or not all(type(item) is str for item in value.values()) for value in values):
+        return ()
+    return names
 
 
 def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedArray, Any]:
@@ -137,6 +149,6 @@ def _python_array(values: list[Any], feature: Any, type_: pa.DataType) -> pa.Arr
     if pa.types.is_list(type_):
         items = [item for value in values for item in value or ()]
         return _list_array(
-            [len(value or ()) for value in values], _python_array(items, feature.feature, type_.value_type), values
+            [len(value or ()) for value in values], _python_array(items, item_of(feature), type_.value_type), values
         )
     return pa.array(values, type_)

@@ -13,10 +13,23 @@ import datasets
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.iterable_dataset import _BaseExamplesIterable as ExamplesIterable
 
-__all__ = ["HAS_JSON", "ExamplesIterable", "UnshuffledStream", "dataset_of_table"]
+__all__ = ["HAS_JSON", "ExamplesIterable", "UnshuffledStream", "dataset_of_table", "item_of", "list_of"]
 
 HAS_JSON = hasattr(datasets, "Json")
 """``datasets.Json``, for values whose keys differ between rows, came with datasets 4.7."""
+
+
+def list_of(feature: Any) -> Any:
+    """The feature of a list. A ``Sequence`` of a struct is a struct of lists, and ``List`` came with datasets 4."""
+    if not isinstance(feature, dict):
+        return datasets.Sequence(feature)
+    return datasets.List(feature) if hasattr(datasets, "List") else [feature]
+
+
+def item_of(feature: Any) -> Any:
+    """The feature of the items of a list."""
+    return feature[0] if isinstance(feature, list) else feature.feature
+
 
 # Each returns a plain `IterableDataset`, written out by name (datasets 3.0 to 5.2).
 _DERIVING = (
