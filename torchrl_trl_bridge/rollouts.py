@@ -133,18 +133,17 @@ def _rows_of_leaf(leaf: Any) -> list[Any]:
 
 def _read_rows(rows: list[Any], path: Path, wanted: Wanted, columns: dict[Path, Column]) -> None:
     """Reads a batch given as rows, which may differ in their keys."""
-    fields: dict[str, list[Any]] = {}
+    fields: dict[Any, list[Any] | None] = {}  # None: not wanted
     for i, row in enumerate(rows):
-        if row is None:
-            continue
-        for key, value in _items_of_row(row):
-            name = str(key)
-            if name in wanted and value is not None:
-                if name not in fields:
-                    fields[name] = [None] * len(rows)
-                fields[name][i] = value
-    for name, values in fields.items():
-        _read_field(values, (*path, name), wanted[name], columns)
+        for key, value in _items_of_row(row) if row is not None else ():
+            if key not in fields:
+                fields[key] = [None] * len(rows) if str(key) in wanted else None
+            column = fields[key]
+            if column is not None:
+                column[i] = value
+    for key, values in fields.items():
+        if values is not None:
+            _read_field(values, (*path, str(key)), wanted[str(key)], columns)
 
 
 def _has_keys(row: Any) -> bool:

@@ -62,7 +62,7 @@ def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: boo
     if dims == {0}:
         return _split(torch.stack(tensors).to(device=device), scalars)
     flat = tensors if dims == {1} else [tensor.reshape(-1) for tensor in tensors]
-    parts = torch.cat(flat).to(device=device).split_with_sizes(list(map(len, flat)))
+    parts = torch.cat(flat).to(device=device).split_with_sizes([tensor.numel() for tensor in flat])
     if dims == {1}:
         return list(parts)
     return [
