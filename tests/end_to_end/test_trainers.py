@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import trl
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
@@ -175,3 +176,252 @@ def test_it_trains(
     dataset.check(case.trainer, args, streaming=streaming)
     assert f"({form}, " in repr(dataset)
     train(trainer_of(case.trainer, args, dataset.as_hf_dataset(streaming=streaming), tmp_path))
+
+
+# Mistakes are found before the first step
+
+
+class NoStep(transformers.TrainerCallback):
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        pytest.fail("a step began")
+
+
+WRONG = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig, "prompt-only", r"SFTTrainer needs .* columns=\"prompt-completion\""),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig, "language-modeling", r"GRPOTrainer needs .* columns=\"prompt-only\""),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, "prompt-completion", r"DPOTrainer needs .* columns=\"preference\""),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, "prompt-completion", r"KTOTrainer needs .* columns=\"unpaired-preference\""),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, "prompt-completion", r"RewardTrainer needs .*chosen \+ rejected"),
+}
+
+
+@pytest.mark.parametrize(("trainer", "config", "columns", "message"), WRONG.values(), ids=list(WRONG))
+def test_columns_of_the_wrong_type(
+    trainer: type, config: type, columns: str, message: str, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    dataset = TorchRLBufferDataset(rollouts("history"), 8, columns=columns, num_batches=None)
+    with pytest.raises(ValueError, match=message):
+        dataset.check(trainer)
+    args = arguments(config, tmp_path, **({"num_generations": GROUP} if config is trl.GRPOConfig else {}))
+    with pytest.raises(ValueError, match=message):  # without being asked, too
+        trainer_of(trainer, args, dataset.as_hf_dataset(), tmp_path, callbacks=[NoStep()]).train()
+
+
+def test_a_stream_that_was_mapped_is_left_to_the_trainer(rollouts: Callable[..., ReplayBuffer], tmp_path: Path) -> None:
+    dataset = TorchRLBufferDataset(rollouts("text"), 8, keys=[("text", "prompt")], num_batches=None).as_hf_dataset()
+    args = arguments(trl.GRPOConfig, tmp_path, **GENERATION)
+    train(
+        trainer_of(
+            trl.GRPOTrainer, args, dataset.rename_column("text.prompt", "prompt"), tmp_path, reward_funcs=length_reward
+        )
+    )
+
+
+def test_a_formatting_function_makes_the_column(rollouts: Callable[..., ReplayBuffer], tmp_path: Path) -> None:
+    dataset = TorchRLBufferDataset(rollouts("text"), 8, keys=["query"], num_batches=None).as_hf_dataset()
+    args = arguments(trl.SFTConfig, tmp_path)
+    train(trainer_of(trl.SFTTrainer, args, dataset, tmp_path, formatting_func=lambda row: row["query"]))
+
+
+@pytest.mark.parametrize("trainer", [CPOTrainer, ORPOTrainer])
+def test_a_trainer_that_takes_no_stream_says_what_to_pass(
+    trainer: type, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    pairs = rollouts("text", PreferencePairs(GROUP, prompt_key=("text", "prompt")))
+    dataset = TorchRLBufferDataset(pairs, 8, columns="preference", num_batches=None)
+    with pytest.raises(ValueError, match=r"takes no iterable dataset. .* as_hf_dataset\(streaming=False\)"):
+        dataset.check(trainer)
+    config = CPOConfig if trainer is CPOTrainer else ORPOConfig
+    with pytest.raises(ValueError, match="takes no iterable dataset"):
+        trainer_of(trainer, arguments(config, tmp_path, max_length=64), dataset.as_hf_dataset(), tmp_path)
+
+
+def test_tokenized_rows_whose_mask_sft_would_not_use(rollouts: Callable[..., ReplayBuffer], tmp_path: Path) -> None:
+    dataset = TorchRLBufferDataset(rollouts("text"), 8, columns="tokenized", num_batches=None)
+    args = arguments(trl.SFTConfig, tmp_path)
+    with pytest.raises(ValueError, match=r"train on the prompts too. .*completion_only_loss=True.*labels=True"):
+        trainer_of(trl.SFTTrainer, args, dataset.as_hf_dataset(), tmp_path)
+    dataset.check(trl.SFTTrainer, arguments(trl.SFTConfig, tmp_path, completion_only_loss=False))
+
+
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer])
+def test_a_stream_shorter_than_one_generation_batch(
+    trainer: type, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    config = trl.GRPOConfig if trainer is trl.GRPOTrainer else trl.RLOOConfig
+    args = arguments(config, tmp_path, gradient_accumulation_steps=8, **GENERATION)
+    dataset = TorchRLBufferDataset(rollouts("history"), 2, columns=PROMPTS, num_batches=3)
+    message = (
+        r"ends after 6 rows, and one generation batch takes 8 prompts.*num_batches=None, or at least num_batches=4"
+    )
+    with pytest.raises(ValueError, match=message):
+        dataset.check(trainer, args)
+    stream = dataset.as_hf_dataset()
+    with pytest.raises(ValueError, match=message):
+        trainer_of(trainer, args, stream, tmp_path).train()
+    with pytest.raises(ValueError, match=message):  # mapped, so that only its end shows it
+        trainer_of(trainer, args, stream.map(lambda row: row), tmp_path).train()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("name", ["sft", "grpo", "dpo"])
+def test_the_evaluation_of_a_stream_without_end_is_refused(
+    name: str, mapped: bool, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    case = {"sft": CASES["sft-prompt-completion"], "grpo": CASES["grpo"], "dpo": CASES["dpo"]}[name]
+    dataset = TorchRLBufferDataset(buffer_of(case, "standard", rollouts), 8, columns=case.columns, num_batches=None)
+    stream = dataset.as_hf_dataset()
+    evaluated = stream.map(lambda row: row) if mapped else stream
+    args = arguments(case.config, tmp_path, **case.arguments)
+    trainer = trainer_of(case.trainer, args, stream, tmp_path, eval_dataset=evaluated)
+    with pytest.raises(ValueError, match=r"no end .*eval_dataset with num_batches="):
+        trainer.evaluate()
+    train(trainer)
+
+
+# What else users switch on
+
+
+@pytest.mark.parametrize("streaming", [True, False], ids=["stream", "snapshot"])
+def test_evaluation_gives_the_same_loss_twice(
+    streaming: bool, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    replay_buffer = rollouts("history")
+    dataset, held_out = (
+        TorchRLBufferDataset(replay_buffer, 8, columns="prompt-completion", num_batches=n, seed=0) for n in (None, 2)
+    )
+    trainer = trainer_of(
+        trl.SFTTrainer, arguments(trl.SFTConfig, tmp_path), dataset.as_hf_dataset(), tmp_path,
+        eval_dataset=held_out.as_hf_dataset(streaming=streaming),
+    )  # fmt: skip
+    first = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == first
+    train(trainer)
+    second = trainer.evaluate()["eval_loss"]
+    assert second != first
+    assert trainer.evaluate()["eval_loss"] == second
+
+
+def test_only_the_assistant_is_trained_on(rollouts: Callable[..., ReplayBuffer], tmp_path: Path) -> None:
+    dataset = TorchRLBufferDataset(rollouts("history"), 8, columns="language-modeling", num_batches=None)
+    args = arguments(trl.SFTConfig, tmp_path, assistant_only_loss=True)
+    trainer = trainer_of(trl.SFTTrainer, args, dataset.as_hf_dataset(), tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    texts = trainer.processing_class.batch_decode([ids[ids != -100] for ids in batch["labels"]])
+    assert all("user" not in text and "+" in full for text, full in zip(
+        texts, trainer.processing_class.batch_decode(batch["input_ids"]), strict=True
+    ))  # fmt: skip
+    train(trainer)
+
+
+@pytest.mark.parametrize("form", ["tokens", "labels"])
+@pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])
+def test_tokenized_rows_train_on_the_response_alone(
+    padded: bool, form: str, collect: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    replay_buffer = collect("text", padded)
+    columns = DatasetType("tokenized", labels=form == "labels")
+    dataset = TorchRLBufferDataset(replay_buffer, 12, columns=columns, num_batches=None)
+    args = arguments(trl.SFTConfig, tmp_path, completion_only_loss=None if form == "labels" else True)
+    trainer = trainer_of(trl.SFTTrainer, args, dataset.as_hf_dataset(), tmp_path)
+    pad = trainer.processing_class.pad_token_id
+    stored = TorchRLBufferDataset(replay_buffer, 12).as_hf_dataset(streaming=False)
+    pairs = {(tuple(i for i in row["tokens.full"] if i != pad), tuple(row["tokens.response"])) for row in stored}
+    for batch, _ in zip(trainer.get_train_dataloader(), range(3), strict=False):
+        attended = batch["attention_mask"].bool()
+        for ids, labels, mask in zip(batch["input_ids"], batch["labels"], attended, strict=True):
+            row = tuple(ids[mask].tolist()), tuple(labels[labels != -100].tolist())
+            assert row in {(full, tuple(i for i in response if i != pad)) for full, response in pairs}
+    train(trainer)
+
+
+@pytest.mark.parametrize("streaming", [True, False], ids=["stream", "snapshot"])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    streaming: bool, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    replay_buffer = rollouts("history")
+
+    def run(folder: Path, steps: int, resume: bool = False) -> torch.Tensor:
+        dataset = TorchRLBufferDataset(replay_buffer, 8, columns="prompt-completion", num_batches=None, seed=0)
+        args = arguments(
+            trl.SFTConfig, folder, max_steps=steps, save_strategy="steps", save_steps=2, lr_scheduler_type="constant"
+        )
+        trainer = trainer_of(trl.SFTTrainer, args, dataset.as_hf_dataset(streaming=streaming), folder)
+        trainer.train(resume_from_checkpoint=resume or None)
+        return weights(trainer.model)
+
+    whole = run(tmp_path / "whole", 4)
+    assert not torch.equal(run(tmp_path / "parts", 2), whole)
+    torch.testing.assert_close(run(tmp_path / "parts", 4, resume=True), whole)
+
+
+def test_workers(rollouts: Callable[..., ReplayBuffer], tmp_path: Path) -> None:
+    dataset = TorchRLBufferDataset(rollouts("history"), 8, columns="prompt-completion", num_batches=None)
+    args = arguments(trl.SFTConfig, tmp_path, dataloader_num_workers=2)
+    train(trainer_of(trl.SFTTrainer, args, dataset.as_hf_dataset(), tmp_path))
+
+
+@pytest.mark.parametrize("unused", [True, False], ids=["removed", "kept"])
+@pytest.mark.parametrize("streaming", [True, False], ids=["stream", "snapshot"])
+def test_gradient_accumulation_and_unused_columns(
+    streaming: bool, unused: bool, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    dataset = TorchRLBufferDataset(rollouts("history"), 8, columns="prompt-completion", num_batches=None)
+    args = arguments(trl.SFTConfig, tmp_path, gradient_accumulation_steps=2, remove_unused_columns=unused)
+    train(trainer_of(trl.SFTTrainer, args, dataset.as_hf_dataset(streaming=streaming), tmp_path))
+
+
+@pytest.mark.parametrize("unused", [True, False], ids=["removed", "kept"])
+def test_a_group_larger_than_a_replay_batch(
+    unused: bool, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    dataset = TorchRLBufferDataset(rollouts("history"), 1, columns=PROMPTS, num_batches=None)
+    args = arguments(
+        trl.GRPOConfig, tmp_path, per_device_train_batch_size=8, num_generations=8, max_completion_length=4,
+        gradient_accumulation_steps=2, remove_unused_columns=unused,
+    )  # fmt: skip
+    groups: list[list[str]] = []
+
+    def reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        texts = [prompt[0]["content"] for prompt in prompts]
+        groups.extend(texts[i : i + 8] for i in range(0, len(texts), 8))
+        return [float(i % 3) for i in range(len(prompts))]
+
+    train(trainer_of(trl.GRPOTrainer, args, dataset.as_hf_dataset(), tmp_path, reward_funcs=reward))
+    assert len(groups) == 4
+    assert all(len(set(group)) == 1 for group in groups)
+
+
+def test_tools_survive_the_chat_template(tmp_path: Path) -> None:
+    """Calls, replies and declarations of tools, from ``History`` to what SFT trains on."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    chat = [
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]  # fmt: skip
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(10))
+    for _ in range(4):
+        rows = TensorDict({"history": {"full": History.from_chats([chat])}}, [1])
+        rows["tools"] = [[tool]]
+        replay_buffer.extend(rows)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}{% for m in messages %}[{{ m.role }}"
+        "{% for c in m.tool_calls or [] %}:{{ c.function.name }}({{ c.function.arguments.a }},"
+        "{{ c.function.arguments.b }}){% endfor %}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    for streaming in (True, False):
+        dataset = TorchRLBufferDataset(replay_buffer, 4, columns="prompt-completion", num_batches=None)
+        trainer = trl.SFTTrainer(
+            tiny_causal_lm(tmp_path / "model"), args=arguments(trl.SFTConfig, tmp_path), processing_class=tokenizer,
+            train_dataset=dataset.as_hf_dataset(streaming=streaming),
+        )  # fmt: skip
+        batch = next(iter(trainer.get_train_dataloader()))
+        text = tokenizer.decode(batch["input_ids"][0])
+        assert text == "<add>[system]be brief[user]1+2?[assistant:add(1,2)][tool]3[assistant]three"
+        labels = batch["labels"][0]
+        assert tokenizer.decode(labels[labels != -100]) == "three"
+        train(trainer)
