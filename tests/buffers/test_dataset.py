@@ -600,7 +600,7 @@ def test_a_pickled_dataset_takes_no_drawn_rows_along() -> None:
     dataset = TorchRLBufferDataset(consuming(SamplerWithoutReplacement(shuffle=False)), 4, num_batches=3)
     next(iter(dataset))
     clone = pickle.loads(pickle.dumps(dataset))
-    assert clone._unused is None
+    assert clone._stream._unused is None
     assert len(list(clone)) == 12
 
 

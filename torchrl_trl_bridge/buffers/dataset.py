@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -117,12 +117,10 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._plan = None if columns is None else ColumnPlan(columns)
         self._device = torch.device(device) if device is not None else None
         # In shared memory, so that it reaches the copies of this dataset in workers that outlive an epoch.
-        self._epoch = torch.tensor(0).share_memory_()
-        settings = {"batch_size": batch_size, "num_batches": num_batches, "seed": seed}
+        self._epoch: torch.Tensor = torch.tensor(0).share_memory_()  # type: ignore[no-untyped-call]
+        settings: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "seed": seed}
         settings |= {"keys": None if keys is None else str(list(keys)), "columns": str(columns)}
-        self._stream = Stream(
-            replay_buffer, self._draws, lambda batch, first: self.read(batch, first=first), self._device, settings
-        )
+        self._stream = Stream(replay_buffer, self._draws, self.read, self._device, settings)
         fork_workers_of(TorchRLBufferDataset)
         compat.keep_whole_in_forks(replay_buffer)
 
@@ -145,12 +143,16 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         """The rows of one iteration: see `Stream.rows`."""
         return self._stream.rows(epoch=epoch, share=share, names=names, scalars=scalars, place=place)
 
+    def agreed(self, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` gives, or raises: on rank 0 where there are several, whose buffer alone may be filled."""
+        return self._stream.agreed(compute)
+
     def state_dict(self) -> dict[str, Any]:
         """The place of the latest iteration, of numbers, strings and tensors.
 
-        The rows that a seeded dataset gives from a place on follow from its seed and what the buffer then holds. Without
-        a seed the state holds the rows that are drawn and not given; those after them follow from the buffer's own
-        generator and sampler, which `save_buffer` saves.
+        The rows that a seeded dataset gives from a place on follow from its seed and what the buffer then holds.
+        Without a seed the state holds the rows that are drawn and not given; those after them follow from the buffer's
+        own generator and sampler, which `save_buffer` saves.
 
         Examples:
             >>> import torch
@@ -312,6 +314,10 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_replay_buffer": sendable_buffer(self._replay_buffer)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stream.replay_buffer = self._replay_buffer
 
     def __repr__(self) -> str:
         if self._plan is not None and self._plan.form is None and self._plan.type and self.row_count:

@@ -12,9 +12,11 @@ import torch
 
 from torchrl_trl_bridge.buffers import arrow
 from torchrl_trl_bridge.buffers.sampling import Share
+from torchrl_trl_bridge.buffers.streaming import new_place
 from torchrl_trl_bridge.buffers.trainers import check_evaluation, check_exhausted, check_user
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.datasets import ExamplesIterable, UnshuffledStream, dataset_of_table
+from torchrl_trl_bridge.compat.torch import fork_workers_of
 from torchrl_trl_bridge.rollouts import Column
 
 if TYPE_CHECKING:
@@ -26,11 +28,17 @@ SNAPSHOT_ROWS = 4096
 
 def stream(dataset: TorchRLBufferDataset) -> datasets.IterableDataset:
     """A live view: see `TorchRLBufferDataset.as_hf_dataset`."""
+    fork_workers_of(UnshuffledStream)
     return BufferStream(_BufferExamples(dataset))
 
 
 def snapshot(dataset: TorchRLBufferDataset) -> datasets.Dataset:
     """The whole buffer, in storage order: see `TorchRLBufferDataset.as_hf_dataset`."""
+    table, features = dataset.agreed(lambda: _table_of(dataset))
+    return dataset_of_table(table, features)
+
+
+def _table_of(dataset: TorchRLBufferDataset) -> tuple[pa.Table, datasets.Features]:
     dataset.wait()
     rows = compat.row_count(dataset.replay_buffer)
     chunks = []
@@ -44,7 +52,7 @@ def snapshot(dataset: TorchRLBufferDataset) -> datasets.Dataset:
         name: arrow.column_of(name, [(columns.get(name, nothing), size) for size, columns in chunks]) for name in names
     }
     table = pa.table({name: values for name, (values, _) in built.items()})
-    return dataset_of_table(table, datasets.Features({name: feature for name, (_, feature) in built.items()}))
+    return table, datasets.Features({name: feature for name, (_, feature) in built.items()})
 
 
 class BufferStream(UnshuffledStream):
@@ -52,12 +60,21 @@ class BufferStream(UnshuffledStream):
 
     @property
     def features(self) -> datasets.Features | None:
+        self._check_user()
+        examples = getattr(self, "_ex_iterable", None)
+        if self._info.features is None and isinstance(examples, _BufferExamples):
+            self._info.features = examples.features
+        return self._info.features
+
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``datasets.IterableDataset.map``: the first thing that some trainers do with a dataset."""
+        self._check_user()
+        return super().map(*args, **kwargs)
+
+    def _check_user(self) -> None:
         examples = getattr(self, "_ex_iterable", None)
         if isinstance(examples, _BufferExamples):
             check_user(examples.dataset, examples.checked)
-            if self._info.features is None:
-                self._info.features = examples.features
-        return self._info.features
 
 
 class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
@@ -77,21 +94,20 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
     @property
     def features(self) -> datasets.Features | None:
         if self._features is None:
-            self._features = _features_of(self.dataset)
+            self._features = self.dataset.agreed(lambda: _features_of(self.dataset))
         return self._features
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        state: dict[str, Any] = self._state_dict or {}
-        skipped = state.get("given", 0)
         check_evaluation(self.dataset)
         # `datasets` gives its only shard, the whole stream, to one data-loader worker.
-        rows = self.dataset.stream(epoch=self.epoch, share=Share(), names=list(self.features or ()), scalars=True)
-        for position, row in enumerate(rows):
-            if position < skipped:
-                continue
-            if self._state_dict:
-                self._state_dict["given"] = position + 1
-            yield position, row
+        rows = self.dataset.stream(
+            epoch=self.epoch,
+            share=Share(),
+            names=list(self.features or ()),
+            scalars=True,
+            place=new_place() if self._state_dict is None else self._state_dict,
+        )
+        yield from enumerate(rows)
         check_exhausted(self.dataset)
 
     def shift_rngs(self, value: int) -> _BufferExamples:
@@ -110,7 +126,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
         return self
 
     def _init_state_dict(self) -> dict[str, Any]:
-        self._state_dict = {"given": 0, "type": type(self).__name__}
+        self._state_dict = {**new_place(), "type": type(self).__name__}
         return self._state_dict
 
 

@@ -1,17 +1,16 @@
-"""Draws batches from a replay buffer: how many, by which seed, for which data-loader worker, and waiting for rows."""
+"""Draws batches from a replay buffer: how many, by which seed, for which consumer, and waiting for rows."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.utils.data
-
 from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.rollouts import Column
 
 POLL_SECONDS = 0.02
 
@@ -32,6 +31,24 @@ class Draws:
     seed: int | None
     timeout: float | None
 
+    def seeded(self, seed: int) -> Draws:
+        """The same with a seed."""
+        return replace(self, seed=seed)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The columns of a batch, by flat name, its number in the stream, and the position of its first row to give."""
+
+    number: int
+    columns: dict[str, Column]
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return max((len(column.values) for column in self.columns.values()), default=0)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -41,19 +58,15 @@ class Share:
     count: int = 1
 
 
-def of_worker() -> Share:
-    """The share of the data-loader worker that this process is, or the whole stream outside of one."""
-    worker = torch.utils.data.get_worker_info()
-    return Share() if worker is None else Share(worker.id, worker.num_workers)
-
-
 def loses_unused_rows(replay_buffer: Any, draws: Draws) -> bool:
     """Whether rows that were drawn for a stream, and not used, are lost to the streams after it."""
     own_place = draws.seed is not None and compat.private_sampler(replay_buffer) is not None
     return not own_place and compat.consumes(replay_buffer)
 
 
-def draw_batches(replay_buffer: Any, draws: Draws, *, epoch: int, share: Share, start: int = 0) -> Iterator[Any]:
+def draw_batches(
+    replay_buffer: Any, draws: Draws, *, epoch: int, share: Share, start: int = 0
+) -> Iterator[tuple[int, Any]]:
     """Draws the batches of one stream.
 
     Args:
@@ -61,33 +74,47 @@ def draw_batches(replay_buffer: Any, draws: Draws, *, epoch: int, share: Share, 
         draws: what to draw.
         epoch: with a seed, each epoch has draws of its own.
         share: which of the batches to draw here.
-        start: number of the first batch.
+        start: number of the first batch. With a seed the batches before it need no draw.
 
     Yields:
-        Batches as the buffer samples them; of an ensemble, a list of rows.
+        The numbers of the batches, and these as the buffer samples them; of an ensemble, a list of rows.
 
     Raises:
         RuntimeError: if the buffer is empty, or its sampler cannot serve a batch, and there is no timeout.
         TimeoutError: if that is still so after the timeout.
     """
-    seed = _seed_in_worker() if draws.seed is None else draws.seed
+    seed = draws.seed
     sampler = None if seed is None else compat.private_sampler(replay_buffer)
     ensemble = compat.members(replay_buffer) is not None
+    if seed is not None and sampler is not None and start:
+        seeds = [seed_of(seed, epoch, number) for number in range(start)]
+        sampler = compat.advance_seeded(replay_buffer, draws.batch_size, seeds, sampler)
     counter = itertools.count(start) if draws.num_batches is None else range(start, draws.num_batches)
     for number in counter:
         ours = number % share.count == share.index
         if not ours and sampler is None:
             continue
-        wait_for_rows(replay_buffer, draws)
         if seed is None:
-            batch = replay_buffer.sample(draws.batch_size)
+            batch = _patiently(replay_buffer, draws, lambda: compat.sample(replay_buffer, draws.batch_size))
         else:
             # A pass without replacement is shared out: each worker draws all of it, and keeps its batches.
-            batch, sampler = compat.sample_seeded(
-                replay_buffer, draws.batch_size, _seed_of(seed, epoch, number), sampler
-            )
+            def draw(number: int = number, seed: int = seed) -> Any:
+                nonlocal sampler
+                batch, sampler = compat.sample_seeded(
+                    replay_buffer, draws.batch_size, seed_of(seed, epoch, number), sampler
+                )
+                return batch
+
+            batch = _patiently(replay_buffer, draws, draw)
         if ours:  # an ensemble gives a batch of batches, one a member, which may differ in their keys
-            yield [row for part in batch.unbind(0) for row in part.unbind(0)] if ensemble else batch
+            yield number, [row for part in batch.unbind(0) for row in part.unbind(0)] if ensemble else batch
+
+
+def _patiently(replay_buffer: Any, draws: Draws, draw: Callable[[], Any]) -> Any:
+    """What ``draw`` gives, as soon as that is not None."""
+    while (batch := draw()) is None:
+        wait_for_rows(replay_buffer, draws)
+    return batch
 
 
 def wait_for_rows(replay_buffer: Any, draws: Draws) -> None:
@@ -119,16 +146,7 @@ def _state(replay_buffer: Any, draws: Draws) -> str:
     )
 
 
-def _seed_in_worker() -> int | None:
-    """A seed that the workers of one data loader share, new each time the loader is iterated.
-
-    Without one, each worker would draw with its own copy of the buffer's generator, all alike.
-    """
-    worker = torch.utils.data.get_worker_info()
-    return None if worker is None else worker.seed - worker.id
-
-
-def _seed_of(seed: int, epoch: int, number: int) -> int:
+def seed_of(seed: int, epoch: int, number: int) -> int:
     """Mixes the position of a batch into the seed, so that neighbouring seeds and epochs share no draws."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # generators take 63 bits

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 import torchrl.data.replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
     LazyMemmapStorage,
+    ListStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
@@ -26,17 +30,27 @@ _CONSUMING: Any = getattr(torchrl_buffers, "ConsumingSampler", ())
 _STALENESS_AWARE: Any = getattr(torchrl_buffers, "StalenessAwareSampler", ())
 
 __all__ = [
+    "advance_seeded",
     "can_sample",
     "consumes",
+    "consumes_for_good",
+    "is_remote",
     "is_replay_buffer",
+    "keep_whole_in_forks",
     "keys_added_by_sampling",
     "members",
+    "place",
     "private_sampler",
     "read_rows",
     "row_count",
     "run_beside",
+    "sample",
     "sample_seeded",
+    "sent_parts",
     "shares_strings_between_rows",
+    "stays_in_its_process",
+    "stored_rows",
+    "without_prefetched",
 ]
 
 
@@ -59,7 +73,13 @@ def run_beside(replay_buffer: Any, function: Callable[..., Any], *args: Any) -> 
         return function(replay_buffer, *args)
     import ray
 
-    return ray.get(actor.__ray_call__.remote(function, *args))
+    try:
+        return ray.get(actor.__ray_call__.remote(function, *args))
+    except ray.exceptions.RayActorError as error:
+        raise RuntimeError(
+            f"the Ray actor of the replay buffer ({type(replay_buffer).__name__}) is gone, and its rows with it. Make "
+            f"the buffer again, and fill it or load what save_buffer saved of it. {error}"
+        ) from error
 
 
 def _actor(replay_buffer: Any) -> Any:
@@ -83,20 +103,37 @@ def keys_added_by_sampling(replay_buffer: Any) -> list[tuple[str, ...]]:
 
 def row_count(replay_buffer: Any) -> int:
     """The number of rows. The length of an ensemble is the number of its members."""
+    return int(run_beside(replay_buffer, _row_count))
+
+
+def _row_count(replay_buffer: Any) -> int:
     buffers = members(replay_buffer)
-    return len(replay_buffer) if buffers is None else sum(map(row_count, buffers))
+    return len(replay_buffer) if buffers is None else sum(map(_row_count, buffers))
 
 
 def can_sample(replay_buffer: Any, batch_size: int) -> bool:
     """Whether the buffer holds rows, and its sampler will serve a batch as far as it can tell beforehand."""
+    return bool(run_beside(replay_buffer, _can_sample, batch_size))
+
+
+def _can_sample(replay_buffer: Any, batch_size: int) -> bool:
     buffers = members(replay_buffer)
     if buffers is not None:
-        return all(can_sample(buffer, batch_size) for buffer in buffers)
+        return all(_can_sample(buffer, batch_size) for buffer in buffers)
     if len(replay_buffer) == 0:
         return False
     # Asks the sampler too (rows consumed, stale, or too few for `drop_last`); torchrl 0.14 has it.
     ask = getattr(type(replay_buffer), "can_sample", None)
-    return True if ask is None or _actor(replay_buffer) is not None else bool(ask(replay_buffer, batch_size))
+    return True if ask is None else bool(ask(replay_buffer, batch_size))
+
+
+def sample(replay_buffer: Any, batch_size: int) -> Any:
+    """A batch as the buffer itself draws it, or None where `can_sample` says no: one call of a remote buffer."""
+    return run_beside(replay_buffer, _sample, batch_size)
+
+
+def _sample(replay_buffer: Any, batch_size: int) -> Any:
+    return replay_buffer.sample(batch_size) if _can_sample(replay_buffer, batch_size) else None
 
 
 def consumes(replay_buffer: Any) -> bool:
@@ -115,6 +152,109 @@ def _sampler_consumes(sampler: Any) -> bool:
         return True
     # A sampler that is not known to draw independently may consume: keep its rows.
     return not isinstance(sampler, (RandomSampler, PrioritizedSampler, SliceSampler))
+
+
+def consumes_for_good(replay_buffer: Any) -> bool:
+    """Whether a drawn row is gone for all later draws."""
+    return bool(run_beside(replay_buffer, _consumes_for_good))
+
+
+def _consumes_for_good(replay_buffer: Any) -> bool:
+    samplers = getattr(replay_buffer.sampler, "_samplers", [replay_buffer.sampler])
+    return any(isinstance(sampler, _CONSUMING) for sampler in samplers)
+
+
+def is_remote(replay_buffer: Any) -> bool:
+    """Whether the buffer lives in a Ray actor."""
+    return _actor(replay_buffer) is not None
+
+
+def place(replay_buffer: Any) -> str | None:
+    """Where a buffer lives that several processes may share: its actor or its files. None for one in memory."""
+    actor = _actor(replay_buffer)
+    if actor is not None:
+        return f"actor {actor._actor_id.hex()}"
+    folder = getattr(getattr(replay_buffer, "storage", None), "scratch_dir", None)
+    return f"files in {folder}" if folder is not None else None
+
+
+def stored_rows(replay_buffer: Any, indices: list[int]) -> list[Any]:
+    """Rows as they are stored, without transforms; none of an ensemble, or of a storage of several dimensions."""
+    if members(replay_buffer) is not None or getattr(replay_buffer.storage, "ndim", 1) > 1:
+        return []
+    with replay_buffer._replay_lock:
+        return [replay_buffer.storage.get(index) for index in indices]
+
+
+def stays_in_its_process(replay_buffer: Any) -> str | None:
+    """The storage that refuses to be sent to another process, by name, or None."""
+    for buffer in members(replay_buffer) or [replay_buffer]:
+        if isinstance(buffer.storage, ListStorage):
+            return type(buffer.storage).__name__
+    return None
+
+
+def sent_parts(replay_buffer: Any) -> list[tuple[str, Any]]:
+    """The parts of a buffer that a user gives it, and that may not be picklable, by the user's words for them."""
+    buffers = members(replay_buffer)
+    if buffers is not None:
+        return [part for buffer in buffers for part in sent_parts(buffer)]
+    parts = {"sampler": "_sampler", "writer": "_writer", "transform": "_transform", "collate_fn": "_collate_fn"}
+    return [(part, vars(replay_buffer).get(field)) for part, field in parts.items()]
+
+
+def without_prefetched(replay_buffer: Any) -> Any:
+    """The buffer as it is sent to another process: without the batches that it has drawn ahead."""
+    if _actor(replay_buffer) is not None or not isinstance(replay_buffer, ReplayBuffer):
+        return replay_buffer
+    clone = object.__new__(type(replay_buffer))
+    clone.__dict__.update(replay_buffer.__dict__)
+    # Pickling waits for the prefetching threads and takes along what they drew (torchrl 0.11 to 0.14).
+    clone.__dict__["_prefetch_queue"] = collections.deque()
+    buffers = members(replay_buffer)
+    if buffers is not None:
+        clone.__dict__["_rbs"] = type(replay_buffer._rbs)(map(without_prefetched, buffers))
+    return clone
+
+
+_WHOLE_IN_FORKS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def keep_whole_in_forks(replay_buffer: Any) -> None:
+    """Lets no process fork while another thread writes to the buffer or draws from it.
+
+    A data-loader worker would get the buffer with a row half written, and locks that nobody opens.
+    """
+    if not _WHOLE_IN_FORKS and hasattr(os, "register_at_fork"):
+        _watch_forks()
+    for buffer in members(replay_buffer) or [replay_buffer]:
+        if isinstance(buffer, ReplayBuffer) and _actor(buffer) is None:
+            _WHOLE_IN_FORKS.add(buffer)
+
+
+_watches = False
+
+
+def _watch_forks() -> None:
+    global _watches
+    if _watches:
+        return
+    _watches = True
+    held: list[Any] = []
+
+    def acquire() -> None:
+        for buffer in list(_WHOLE_IN_FORKS):
+            # In the order in which the buffer itself takes them (torchrl 0.11 has no lock on the second).
+            for lock in (getattr(buffer, "_futures_lock", None), getattr(buffer, "_replay_lock", None)):
+                if lock is not None:
+                    lock.acquire()
+                    held.append(lock)
+
+    def release() -> None:
+        while held:
+            held.pop().release()
+
+    os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
 
 
 def shares_strings_between_rows(replay_buffer: Any) -> bool:
@@ -200,19 +340,37 @@ def sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) 
         sampler: what `private_sampler` gave, or what the last draw gave back.
 
     Returns:
-        The batch, and the sampler to pass to the next draw.
+        The batch, or None where `can_sample` says no, and the sampler to pass to the next draw.
     """
     batch, sampler = run_beside(replay_buffer, _sample_seeded, batch_size, seed, sampler)
     return batch, sampler
 
 
 def _sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) -> tuple[Any, Any]:
-    device = getattr(replay_buffer._storage, "device", None)  # random indices are drawn where the storage is
-    generator = torch.Generator(device if isinstance(device, torch.device) else "cpu").manual_seed(seed)
     # Sampling takes the same lock, so that no other thread sees the exchanged parts. `sample` itself is called, not its
     # parts, because it adds what each kind of buffer adds to a batch.
+    with _seeded(replay_buffer, seed, sampler):
+        return _sample(replay_buffer, batch_size), sampler
+
+
+def advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sampler: Any) -> Any:
+    """A private sampler as it is after draws with these seeds, without reading the rows that they would draw."""
+    return run_beside(replay_buffer, _advance_seeded, batch_size, seeds, sampler)
+
+
+def _advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sampler: Any) -> Any:
+    for seed in seeds:
+        with _seeded(replay_buffer, seed, sampler):
+            sampler.sample(replay_buffer._storage, batch_size)
+    return sampler
+
+
+@contextlib.contextmanager
+def _seeded(replay_buffer: Any, seed: int, sampler: Any) -> Iterator[None]:
+    device = getattr(replay_buffer._storage, "device", None)  # random indices are drawn where the storage is
+    generator = torch.Generator(device if isinstance(device, torch.device) else "cpu").manual_seed(seed)
     with replay_buffer._replay_lock, _exchanged(replay_buffer, sampler, generator), _global_generator(sampler, seed):
-        return replay_buffer.sample(batch_size), sampler
+        yield
 
 
 @contextlib.contextmanager

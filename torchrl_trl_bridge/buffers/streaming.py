@@ -1,0 +1,220 @@
+"""The rows of a buffer dataset, iteration by iteration: drawn here or on rank 0, kept where unused, resumed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchrl_trl_bridge.buffers.fingerprints import describe
+from torchrl_trl_bridge.buffers.ranks import RanksOf
+from torchrl_trl_bridge.buffers.sampling import Batch, Draws, Share, draw_batches, loses_unused_rows
+from torchrl_trl_bridge.buffers.transfer import to_rows
+from torchrl_trl_bridge.buffers.workers import check_worker, in_worker, worker_seed
+from torchrl_trl_bridge.rollouts import Column
+
+STATE_VERSION = 1
+
+
+def new_place() -> dict[str, Any]:
+    """The beginning of an iteration.
+
+    A place says which row of which batch comes next. Where the draws cannot be repeated, ``drawn`` holds the columns of
+    that batch; ``seed`` is what data-loader workers drew with.
+    """
+    return {"version": STATE_VERSION, "batch": 0, "row": 0, "seed": None, "drawn": None}
+
+
+class Stream:
+    """Gives rows, and knows where it is.
+
+    Args:
+        replay_buffer: the buffer.
+        draws: what to draw from it.
+        read: gives the columns of a batch, by flat name; ``first`` says that it is the first of an iteration.
+        device: where tensors go.
+        settings: what must not differ between the ranks of a run, by the name that the user knows it by.
+    """
+
+    def __init__(
+        self,
+        replay_buffer: Any,
+        draws: Draws,
+        read: Callable[..., dict[str, Column]],
+        device: torch.device | None,
+        settings: dict[str, Any],
+    ) -> None:
+        self.replay_buffer, self._draws, self._read, self._device = replay_buffer, draws, read, device
+        self._settings = settings
+        self._unused: Batch | None = None
+        self._lock = threading.Lock()
+        self._ranks = RanksOf()
+        self._passes = 0
+        self._place: dict[str, Any] = new_place()
+        self._resume: dict[str, Any] | None = None
+        self.record: Record | None = None
+
+    def rows(
+        self,
+        *,
+        epoch: int,
+        share: Share,
+        names: Sequence[str] = (),
+        scalars: bool = False,
+        place: dict[str, Any] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of one iteration.
+
+        Args:
+            epoch: the epoch, for a seeded dataset.
+            share: the part of the stream to give here.
+            names: columns that each row has, whether the buffer holds them or not.
+            scalars: give 0-d tensors as Python numbers and booleans.
+            place: where to begin, kept up to date (see `new_place`); by default where `load_state_dict` says.
+        """
+        if in_worker():
+            check_worker(self.replay_buffer, self._ranks)
+        ranks = None if in_worker() else self._ranks.get(self._draws.timeout)
+        place = self._begin(epoch) if place is None else place
+        keeps = not in_worker() and loses_unused_rows(self.replay_buffer, self._draws)
+        batches: Iterator[Batch]
+        if ranks is None:
+            batches = self._draw(epoch, share, place, keeps)
+        else:
+            batches = ranks.stream(
+                lambda: self._draw(epoch, share, place, keeps), lambda: describe(self.replay_buffer, self._settings)
+            )
+        keeps = keeps and (ranks is None or ranks.draws)
+        seeded = self._draws.seed is not None or in_worker()
+        seen = dict.fromkeys(names)
+        given = 0
+        for batch in batches:
+            nothing = Column([None] * batch.size)
+            columns = {name: batch.columns.get(name, nothing) for name in {**seen, **batch.columns}}
+            seen = dict.fromkeys(columns)
+            # Rows are views of the columns, which must stay as they are where they may be given again.
+            rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps or self.record is not None)
+            place["drawn"] = None if seeded else {name: [c.metadata, c.values] for name, c in columns.items()}
+            for position in range(batch.start, len(rows)):
+                given += 1
+                if position + 1 < len(rows):
+                    place["batch"], place["row"] = batch.number, position + 1
+                else:
+                    place["batch"], place["row"], place["drawn"] = batch.number + 1, 0, None
+                try:
+                    yield rows[position]
+                except GeneratorExit:
+                    if keeps:
+                        self._unused = Batch(0, columns, position if given == 1 else position + 1)
+                    raise
+                if ranks is not None and given == 1:
+                    ranks.confirm()
+
+    def agreed(self, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` gives, or raises: on rank 0, where there are several ranks."""
+        ranks = None if in_worker() else self._ranks.get(self._draws.timeout)
+        return compute() if ranks is None else ranks.agree(compute)
+
+    def _begin(self, epoch: int) -> dict[str, Any]:
+        resume, self._resume = self._resume, None
+        self._place = resume if resume is not None and resume["epoch"] == epoch else new_place()
+        self._place["epoch"] = epoch
+        return self._place
+
+    def _draw(self, epoch: int, share: Share, place: dict[str, Any], keeps: bool) -> Iterator[Batch]:
+        """The batches that are drawn in this process."""
+        start, row = place["batch"], place["row"]
+        record = self.record
+        if place["drawn"] is not None:
+            yield Batch(start, {name: Column(values, meta) for name, (meta, values) in place["drawn"].items()}, row)
+            start, row = start + 1, 0
+        elif record is not None and record.replayed and not start:
+            yield from record.replay()
+            start = record.next
+        elif keeps and not start and share.index == 0 and (unused := self._take_unused()):
+            yield unused
+            start = 1
+        draws = self._draws
+        if draws.seed is None and in_worker():
+            # Without a seed each worker would draw with its own copy of the buffer's generator, all alike. This one is
+            # the same for all workers of a loader. Persistent workers keep it for all their passes.
+            place["seed"] = worker_seed(self._passes) if place["seed"] is None else place["seed"]
+            draws, epoch = draws.seeded(place["seed"]), 0
+            self._passes += 1
+        first = True
+        for number, drawn in draw_batches(self.replay_buffer, draws, epoch=epoch, share=share, start=start):
+            batch = Batch(number, self._read(drawn, first=first), row if number == start else 0)
+            first = False
+            if record is not None:
+                record.add(batch)
+            yield batch
+
+    def _take_unused(self) -> Batch | None:
+        with self._lock:  # of two iterators, one gets them
+            unused, self._unused = self._unused, None
+        return unused if unused is not None and unused.start < unused.size else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the latest iteration."""
+        return copy.deepcopy(self._place)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next iteration of that epoch begin at a place.
+
+        Raises:
+            ValueError: if it is no such place, or that of a newer release.
+        """
+        missing = [name for name in ("version", "epoch", *new_place()) if name not in state]
+        if missing:
+            raise ValueError(f"this is no state of a TorchRLBufferDataset: it lacks {missing}.")
+        if state["version"] > STATE_VERSION:
+            raise ValueError(
+                f"this state has version {state['version']}, of a newer torchrl-trl-bridge; this one reads versions up "
+                f"to {STATE_VERSION}. Upgrade it."
+            )
+        self._resume = copy.deepcopy(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a worker process: what this one drew stays here, and so do its lock and its connections to other ranks.
+        # The buffer goes with the dataset.
+        state = {**self.__dict__, "_unused": None, "replay_buffer": None}
+        return {**state, "_lock": None, "_ranks": self._ranks.alone(), "record": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+
+class Record:
+    """The batches that a stream drew last, so that a resumed one gives the same although the buffer has moved on.
+
+    A trainer that resumes lets the stream begin anew and skips what it has trained on. That is not drawn again.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.replayed: list[Batch] = []
+        self.next = 0
+        self._marked = 0
+
+    def add(self, batch: Batch) -> None:
+        if batch.number == 0:
+            self.batches, self._marked = [], 0
+        self.batches.append(batch)
+        self.next = batch.number + 1
+
+    def mark(self) -> None:
+        """After a training step: forgets what has been trained on since the step before the last."""
+        # The last batch may have been given in part.
+        self.batches = [batch for batch in self.batches if batch.number >= self._marked - 1]
+        self._marked = self.next
+
+    def replay(self) -> Iterator[Batch]:
+        """The batches of the recorded stream, those that are long trained on as so many other rows."""
+        self.batches, self.replayed = self.replayed, []
+        first = self.batches[0]
+        for number in range(first.number):
+            yield Batch(number, first.columns)
+        yield from list(self.batches)
