@@ -135,7 +135,7 @@ def test_wrong_types():
 
 
 def rows_of(*lengths: int, shape: tuple[int, ...] | None = None) -> TokenRows:
-    return TokenRows(torch.arange(sum(lengths)), torch.tensor(lengths), torch.Size(shape or (len(lengths),)))
+    return TokenRows.ragged(torch.arange(sum(lengths)), torch.tensor(lengths), torch.Size(shape or (len(lengths),)))
 
 
 def test_keep_last():
@@ -157,12 +157,12 @@ def test_checks_pass_on_good_rows():
     [
         (rows_of(3, 0, 2), {}, r"row 1: no token.*attention_mask_key="),
         (rows_of(3, 0, 2, 0, shape=(2, 2)), {}, r"row \(0, 1\), row \(1, 1\): no token"),
-        (TokenRows(torch.arange(0), torch.tensor([0]), torch.Size([])), {}, "the row: no token"),
+        (TokenRows.ragged(torch.arange(0), torch.tensor([0]), torch.Size([])), {}, "the row: no token"),
         (rows_of(3, 5), {"positions": 4}, r"row 1: up to 5 tokens.*4 positions.*max_length=4"),
         (rows_of(3, 5), {"max_tokens": 4}, r"row 1: up to 5 tokens.*max_tokens=4.*raise max_tokens="),
         (rows_of(3, 5), {"vocab_size": 6}, r"row 1: token id 6 .*vocabulary of 6"),
         (
-            TokenRows(torch.tensor([4, -1]), torch.tensor([1, 1]), torch.Size([2])),
+            TokenRows.ragged(torch.tensor([4, -1]), torch.tensor([1, 1]), torch.Size([2])),
             {"vocab_size": 6},
             "row 1: token id -1",
         ),

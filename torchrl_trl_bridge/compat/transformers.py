@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 # Families (`config.model_type`) whose score of a row moves with the padding beside it, mask or not: they mix, pool or
@@ -42,7 +43,10 @@ _POSITIONS_IN_CONFIG = {
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside a data-parallel or adapter wrapper, whose signature and config are the ones that count."""
+    """The model inside a compiled, data-parallel or adapter wrapper: its signature and config are those that count."""
+    original = getattr(model, "_orig_mod", None)  # torch.compile (torch 2.0 to 2.14 have no public name for it)
+    if isinstance(original, nn.Module):
+        return inner_model(original)
     if isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "config"):
         return inner_model(model.module)  # type: ignore[arg-type]
     unwrap = getattr(model, "get_base_model", None)  # peft
@@ -105,14 +109,30 @@ def knows_id(model: nn.Module, token_id: int) -> bool:
 
 @contextmanager
 def lent_padding_id(model: nn.Module, pad_token_id: int) -> Iterator[None]:
-    """Lets a model without a padding id have one for the length of a call."""
+    """Lets a model take an id for padding that its config does not name, for the length of a call."""
     config = text_config_of(model)
+    if not hasattr(config, "pad_token_id"):
+        yield
+        return
     own = config.pad_token_id
     config.pad_token_id = pad_token_id
     try:
         yield
     finally:
         config.pad_token_id = own
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device that the model's inputs belong on, or None for a model without parameters.
+
+    Weights that accelerate (1.x) keep elsewhere until they are used are on the meta device; its hook says where the
+    model runs.
+    """
+    parameter = next(model.parameters(), None)
+    hook = getattr(inner_model(model), "_hf_hook", None)
+    if parameter is not None and parameter.device.type == "meta" and hook is not None:
+        return torch.device(getattr(hook, "execution_device", None) or "cpu")
+    return None if parameter is None else parameter.device
 
 
 def positions_of(model: nn.Module) -> int | None:

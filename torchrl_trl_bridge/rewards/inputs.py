@@ -7,7 +7,7 @@ padding, holes in the mask and ragged rows no longer differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,22 @@ class TokenRows:
         ids: int64 ``[sum(lengths)]``.
         lengths: int64 ``[N]``, the number of tokens of each row.
         shape: the batch shape; its rows are numbered 0 to N - 1 in row-major order.
+        kept: bool ``[N, T]``: where the ids stand in the rollouts, ragged ones padded on the right.
+        widths: int64 ``[N]``: the tokens of each rollout, padding included, where they are ragged; None otherwise.
     """
 
     ids: torch.Tensor
     lengths: torch.Tensor
     shape: torch.Size
+    kept: torch.Tensor
+    widths: torch.Tensor | None = None
+
+    @classmethod
+    def ragged(cls, ids: torch.Tensor, lengths: torch.Tensor, shape: torch.Size) -> TokenRows:
+        """Rows that were never padded."""
+        longest = int(lengths.max()) if len(lengths) else 0
+        kept = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        return cls(ids, lengths, shape, kept, widths=lengths)
 
     @property
     def ends(self) -> torch.Tensor:
@@ -36,11 +47,18 @@ class TokenRows:
         return self.lengths.cumsum(0)
 
     def to(self, device: torch.device) -> TokenRows:
-        return TokenRows(self.ids.to(device), self.lengths.to(device), self.shape)
+        return replace(self, ids=self.ids.to(device), lengths=self.lengths.to(device))
 
     def row_of_id(self) -> torch.Tensor:
         """int64 ``[sum(lengths)]``: the row that each id belongs to."""
         return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.lengths.device), self.lengths)
+
+    def positions_of(self, chosen: torch.Tensor) -> torch.Tensor:
+        """int64: the positions in ``ids`` of some rows, row after row."""
+        lengths, ends = self.lengths[chosen], self.ends[chosen]
+        return torch.arange(int(lengths.sum()), device=lengths.device) + (ends - lengths.cumsum(0)).repeat_interleave(
+            lengths
+        )
 
     def name(self, row: int) -> str:
         """How an error calls a row: by its index in the batch."""
@@ -72,6 +90,7 @@ def read_rows(tensordict: Any, token_key: Any, attention_mask_key: Any, pad_toke
     """
     ids = _get(tensordict, token_key, "token_key")
     mask = None if attention_mask_key is None else _get(tensordict, attention_mask_key, "attention_mask_key")
+    ragged = isinstance(ids, list)
     shape, ids, present = _dense(ids, tensordict.batch_size, "token_key", token_key)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"token_key {token_key!r} holds {ids.dtype} values; token ids must be integers.")
@@ -90,7 +109,7 @@ def read_rows(tensordict: Any, token_key: Any, attention_mask_key: Any, pad_toke
         kept = present & (counts.cumsum(1) > 0) & (counts.flip(1).cumsum(1).flip(1) > 0)
     else:
         kept = present
-    return TokenRows(ids[kept].long(), kept.sum(1), shape)
+    return TokenRows(ids[kept].long(), kept.sum(1), shape, kept, present.sum(1) if ragged else None)
 
 
 def _get(tensordict: Any, key: Any, argument: str) -> torch.Tensor | list[torch.Tensor]:
@@ -153,7 +172,7 @@ def _check_same_shape(
     lengths, mask_lengths = present.sum(1), mask_present.sum(1)
     if not torch.equal(lengths, mask_lengths):
         row = int((lengths != mask_lengths).nonzero()[0])
-        name = TokenRows(ids, lengths, shape).name(row)
+        name = TokenRows(ids, lengths, shape, present).name(row)
         raise ValueError(
             f"{name}: token_key {token_key!r} has shape {(int(lengths[row]),)} and attention_mask_key {mask_key!r} "
             f"has shape {(int(mask_lengths[row]),)}. The mask needs one entry for each token id."
@@ -167,7 +186,12 @@ def keep_last(rows: TokenRows, max_length: int) -> TokenRows:
     positions_to_end = rows.ends.repeat_interleave(rows.lengths) - torch.arange(
         len(rows.ids), device=rows.lengths.device
     )
-    return TokenRows(rows.ids[positions_to_end <= max_length], rows.lengths.clamp(max=max_length), rows.shape)
+    return replace(
+        rows,
+        ids=rows.ids[positions_to_end <= max_length],
+        lengths=rows.lengths.clamp(max=max_length),
+        kept=rows.kept & (rows.kept.flip(1).cumsum(1).flip(1) <= max_length),
+    )
 
 
 def check_rows(

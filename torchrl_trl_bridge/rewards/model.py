@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -23,7 +24,9 @@ from torchrl_trl_bridge.rewards.inputs import (
     plan_micro_batches,
     read_rows,
 )
-from torchrl_trl_bridge.rewards.outputs import Output, read_rewards
+from torchrl_trl_bridge.rewards.outputs import Output, read_rewards, read_token_rewards
+from torchrl_trl_bridge.rewards.text import InputKey, Text, TextReader, keys_of, read_texts
+from torchrl_trl_bridge.rewards.tokens import mask_key_of, rewarded, write_per_token
 
 __all__ = ["HFRewardModelWrapper"]
 
@@ -48,21 +51,38 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         reward_key: where the rewards go.
         inference_mode: True calls the model under :func:`torch.inference_mode` and in eval mode, and gives each
             submodule its train/eval flag back. The rewards are ordinary tensors. False lets gradients reach the model
-            and leaves the flags alone.
+            and leaves the flags alone; the graph of every micro-batch then stays in memory until the rewards are
+            freed, so that micro-batches save time on padding but no peak memory.
+        tokenizer: of the reward model. The text of a rollout is scored in place of its token ids, which are the
+            policy's: a conversation through the tokenizer's chat template, a string as it is, without special tokens
+            of its own, as TRL does for reward models. The model takes the tokenizer's padding id for its own.
+        input_key: with a tokenizer, where that text is: ``("history", "full")`` by default. It holds a ``History``,
+            lists of messages, or strings; a list of keys names parts that are joined, such as
+            ``[("text", "prompt"), ("text", "response")]``.
+        chat_template_kwargs: passed to the chat template, such as ``{"tools": [...]}``.
+        per_token: True for a model that scores each token, such as ``AutoModelForTokenClassification`` loads: a
+            process reward model. ``reward_key`` then holds ``[*batch, tokens]``, in the layout of the token ids (ragged
+            where these are ragged, or where text is scored, whose tokens are the model's own), 0 where there is no
+            reward.
+        reward_mask_key: with ``per_token``, where the mask of the rewards goes: boolean, of their shape. By default
+            beside them, with ``_mask`` appended to the name.
+        step_token_id: with ``per_token``, only the scores of tokens with this id are rewards: those that end a step.
         micro_batch_size: most rows that one call of the model sees. Rows of similar lengths go together.
         max_tokens: most tokens, padding included, that one call of the model sees.
         pad_token_id: the padding id for a model whose config has none. Without a mask key it is also stripped from both
             ends of each row.
-        max_length: score only the last ``max_length`` tokens of each row. None: a row that is too long is an error.
+        max_length: score only the last ``max_length`` tokens of each row: the truncation is on the left, whatever the
+            tokenizer's ``truncation_side``. None: a row that is too long is an error.
         label: the column that is the reward, of a model that scores several labels: its index, or its name in
             ``config.id2label``.
         output: where the rewards are in the model's output: a name, such as ``"score"`` or ``"end_scores"``, or a
-            callable that takes the output and returns them as ``[rows]`` or ``[rows, 1]``. By default ``logits``,
-            else ``rewards``, else the first element of a tuple or the output itself.
+            callable that takes the output and returns them as ``[rows]`` or ``[rows, 1]`` (``[rows, tokens]`` with
+            ``per_token``). By default ``logits``, else ``rewards``, else the first element of a tuple or the output
+            itself.
 
     Raises:
         TypeError: if ``model`` is not a module, or an argument has the wrong type.
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range or lacks its partner, or the tokenizer is larger than the model.
 
     Examples:
         >>> import torch
@@ -85,6 +105,20 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         ... })
         >>> torch.allclose(score(alone)["reward"], rollouts["reward"][0], atol=1e-5)
         True
+
+    Several models or heads are composed, each under a key of its own:
+
+        >>> from tensordict.nn import TensorDictModule, TensorDictSequential
+        >>> ensemble = TensorDictSequential(
+        ...     HFRewardModelWrapper(model, inference_mode=True, reward_key="first"),
+        ...     HFRewardModelWrapper(model, inference_mode=True, reward_key="second"),
+        ...     TensorDictModule(
+        ...         lambda a, b: (torch.minimum(a, b), torch.stack([a, b]).std(0)),
+        ...         in_keys=["first", "second"], out_keys=["reward", "disagreement"],
+        ...     ),
+        ... )
+        >>> ensemble(rollouts)["disagreement"]
+        tensor([0., 0.])
     """
 
     def __init__(
@@ -95,6 +129,12 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         attention_mask_key: NestedKey | None = ("masks", "all_attention_mask"),
         reward_key: NestedKey = "reward",
         inference_mode: bool = False,
+        tokenizer: Any = None,
+        input_key: InputKey | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        per_token: bool = False,
+        reward_mask_key: NestedKey | None = None,
+        step_token_id: int | None = None,
         micro_batch_size: int | None = None,
         max_tokens: int | None = None,
         pad_token_id: int | None = None,
@@ -109,8 +149,27 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
             )
         super().__init__()
         self.model = model
-        self.in_keys = [token_key] if attention_mask_key is None else [token_key, attention_mask_key]
+        for name, given, partner, has_partner in (
+            ("input_key", input_key, "tokenizer=", tokenizer is not None),
+            ("chat_template_kwargs", chat_template_kwargs, "tokenizer=", tokenizer is not None),
+            ("reward_mask_key", reward_mask_key, "per_token=True", per_token),
+            ("step_token_id", step_token_id, "per_token=True", per_token),
+        ):
+            if given is not None and not has_partner:
+                raise ValueError(f"{name}= has a meaning only with {partner}.")
+        self._text = None if tokenizer is None else TextReader(tokenizer, chat_template_kwargs, hf.vocab_size_of(model))
+        self._input_keys = keys_of(("history", "full") if input_key is None else input_key)
+        self._reward_mask_key = None
+        if self._text is not None:
+            self.in_keys = self._input_keys
+        else:
+            self.in_keys = [token_key] if attention_mask_key is None else [token_key, attention_mask_key]
         self.out_keys = [reward_key]
+        if per_token:
+            self._reward_mask_key = mask_key_of(reward_key) if reward_mask_key is None else reward_mask_key
+            self.out_keys = [reward_key, self._reward_mask_key]
+        self.per_token = per_token
+        self.step_token_id = _at_least("step_token_id", step_token_id, 0)
         self.inference_mode = inference_mode
         self.micro_batch_size = _at_least("micro_batch_size", micro_batch_size, 1)
         self.max_tokens = _at_least("max_tokens", max_tokens, 1)
@@ -131,27 +190,55 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
             tensordict_out: where the rewards are written; ``tensordict`` itself by default.
 
         Returns:
-            The tensordict with the rewards: float32, of the shape of the token ids without their last dimension, on
-            the device of the token ids. No rows give no rewards.
+            The tensordict with the rewards: float32, of the shape of the token ids without their last dimension (or
+            of the batch, for text), on the device of the token ids. No rows give no rewards.
 
         Raises:
-            KeyError: if the token ids or the mask are not there.
-            TypeError: if the token ids are not integers.
+            KeyError: if the token ids, the mask or the text are not there.
+            TypeError: if the token ids are not integers, or the text is something else.
             ValueError: if the model cannot score a row: it is empty, too long, has ids outside the vocabulary, or
-                ids and mask differ in shape. Also if the model needs a padding id and has none.
+                ids and mask differ in shape. Also if the model needs a padding id and has none, or the tokenizer needs
+                a chat template and has none.
             RuntimeError: if the model's output does not hold one finite reward per row.
         """
-        rows = read_rows(tensordict, self._token_key, self._attention_mask_key, self.pad_token_id)
-        if self.max_length is not None:
-            rows = keep_last(rows, self.max_length)
+        rows = self._read(tensordict)
         rewards = self._score(rows)
-        _check_finite(rewards, rows)
         target = tensordict if tensordict_out is None else tensordict_out
-        target.set(self._reward_key, rewards.reshape(rows.shape))
+        if not self.per_token:
+            target.set(self._reward_key, rewards.reshape(rows.shape))
+            return target
+        counts = rewarded(rows, self.step_token_id)
+        write_per_token(target, self._reward_key, rewards * counts, rows)
+        write_per_token(target, self._reward_mask_key, counts, rows)
         return target
 
+    def score_texts(self, texts: Sequence[Text]) -> torch.Tensor:
+        """The rewards of texts that are in no rollout.
+
+        Args:
+            texts: strings, or conversations in Hugging Face messages.
+
+        Returns:
+            float32 ``[len(texts)]``.
+
+        Raises:
+            ValueError: if the wrapper has no tokenizer, or the model cannot score a text.
+        """
+        if self._text is None or self.per_token:
+            raise ValueError("score_texts needs a wrapper made with tokenizer=, and without per_token=True.")
+        return self._score(self._cut(self._text.encode(texts, torch.Size([len(texts)]))))
+
+    def _read(self, tensordict: Any) -> TokenRows:
+        if self._text is None:
+            return self._cut(read_rows(tensordict, self._token_key, self._attention_mask_key, self.pad_token_id))
+        texts = read_texts(tensordict, self._input_keys)
+        return self._cut(self._text.encode(texts, tensordict.batch_size, tensordict.device))
+
+    def _cut(self, rows: TokenRows) -> TokenRows:
+        return rows if self.max_length is None else keep_last(rows, self.max_length)
+
     def _score(self, rows: TokenRows) -> torch.Tensor:
-        """The reward of each row, float32 ``[N]``."""
+        """The reward of each row, float32 ``[N]``; of each token, ``[sum(lengths)]``, if it is per token."""
         home = rows.ids.device
         if len(rows.lengths) == 0:
             return torch.zeros(0, device=home)
@@ -169,14 +256,17 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
             micro_batch_size=self._most_rows(),
             max_tokens=self.max_tokens,
         )
-        parameter = next(self.model.parameters(), None)
-        rows = rows.to(home if parameter is None else parameter.device)
+        rows_there = rows.to(hf.device_of(self.model) or home)
         with scoring(self.model, self.inference_mode):
-            scores = torch.cat([self._call(rows, batch) for batch in batches])
-            order = torch.tensor(list(chain.from_iterable(batches)), device=scores.device)
-            rewards = scores[order.argsort()]
+            scores = torch.cat([self._call(rows_there, batch) for batch in batches])
+            scored = torch.tensor(list(chain.from_iterable(batches)), device=scores.device)
+            if self.per_token:
+                scored = rows_there.positions_of(scored)
+            rewards = scores[scored.argsort()]
         # What is made under inference mode may not enter autograd; a clone made outside may.
-        return (rewards.clone() if self.inference_mode else rewards).to(home)
+        rewards = (rewards.clone() if self.inference_mode else rewards).to(home)
+        _check_finite(rewards, rows)
+        return rewards
 
     def _groups(self, rows: TokenRows, end_token: int | None) -> list[int] | None:
         """Which rows may share a call, as a number per row; None where all may."""
@@ -205,28 +295,37 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
     def _call(self, rows: TokenRows, batch: list[int]) -> torch.Tensor:
         """The scores of a micro-batch, float32 ``[len(batch)]``."""
         chosen = torch.tensor(batch, device=rows.ids.device)
-        lends = self._lends_padding() and len(batch) > 1
-        fill = self._id_to_lend(rows, chosen) if lends else hf.padding_id_of(self.model) or 0
-        ids, mask = pad_right(rows, chosen, fill)
+        lent = self._padding_to_lend(rows, chosen)
+        ids, mask = pad_right(rows, chosen, (hf.padding_id_of(self.model) or 0) if lent is None else lent)
         padded = not bool(mask.all())
-        if padded and not lends and hf.names_unknown_padding_id(self.model):
+        if padded and lent is None and hf.names_unknown_padding_id(self.model):
             raise self._needs_padding_id(rows, batch)
         arguments: dict[str, Any] = {"input_ids": ids, **hf.no_cache_arguments(self.model)}
         # int64, because not every model takes a boolean mask (XLNet). Without a mask key there is none, unless ids were
         # filled in.
-        if hf.takes_mask(self.model) and (padded or self._attention_mask_key is not None):
+        has_mask = self._attention_mask_key is not None or self._text is not None
+        if hf.takes_mask(self.model) and (padded or has_mask):
             arguments["attention_mask"] = mask
-        with hf.lent_padding_id(self.model, fill) if lends else nullcontext():
+        with nullcontext() if lent is None else hf.lent_padding_id(self.model, lent):
             try:
                 output = self.model(**arguments)
             except ValueError as error:
                 if len(batch) > 1 and hf.padding_id_of(self.model) is None and "pad" in str(error):
                     raise self._needs_padding_id(rows, batch) from error
                 raise
-        return read_rewards(output, len(batch), select=self.output, label=self.label, labels=hf.labels_of(self.model))
+        picks: dict[str, Any] = {"select": self.output, "label": self.label, "labels": hf.labels_of(self.model)}
+        if self.per_token:
+            return read_token_rewards(output, *ids.shape, **picks)[mask.bool()]
+        return read_rewards(output, len(batch), **picks)
 
-    def _id_to_lend(self, rows: TokenRows, chosen: torch.Tensor) -> int:
-        """An id that ends none of the rows: the model takes the last token that is not padding for the end."""
+    def _padding_to_lend(self, rows: TokenRows, chosen: torch.Tensor) -> int | None:
+        """The id that the model is to take for padding in this call, where that is not the one in its config."""
+        if self._text is not None and self.pad_token_id is None:
+            # The tokenizer's, so that a text ends for the model where it ends for TRL.
+            return self._text.pad_token_id
+        if not self._lends_padding() or len(chosen) == 1:
+            return None
+        # One that ends none of the rows: the model takes the last token that is not padding for the end.
         last = set(rows.ids[rows.ends[chosen] - 1].tolist())
         given = [] if self.pad_token_id is None else [self.pad_token_id]
         candidates = chain(given, range(len(last) + 1))
@@ -243,6 +342,8 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
 def _check_finite(rewards: torch.Tensor, rows: TokenRows) -> None:
     wrong = ~rewards.detach().isfinite()
     if wrong.any():
+        if len(wrong) != len(rows.lengths):  # one reward per token
+            wrong = count_per_row(rows, wrong) > 0
         raise RuntimeError(
             f"{rows.names(wrong)}: the reward is not finite (NaN or infinite). Check the model's weights, or load it "
             "in float32 or bfloat16 if it overflows in float16."

@@ -31,6 +31,51 @@ def read_rewards(
     Raises:
         RuntimeError: if the output holds no tensor to read, or not one reward per row.
     """
+    return _one_per_row(_scores(output, select), rows, label, labels).float()
+
+
+def read_token_rewards(
+    output: Any,
+    rows: int,
+    width: int,
+    *,
+    select: Output | None = None,
+    label: int | None = None,
+    labels: list[str] | None = None,
+) -> torch.Tensor:
+    """The process rewards in what a model returned: as :func:`read_rewards`, with one reward for each token.
+
+    Args:
+        output: as for :func:`read_rewards`; the scores are ``[rows, width]``, ``[rows, width, 1]`` or, with a label,
+            ``[rows, width, labels]``.
+        rows: number of rows that the model was given.
+        width: number of tokens of a row, padding included.
+        select: as for :func:`read_rewards`.
+        label: as for :func:`read_rewards`.
+        labels: as for :func:`read_rewards`.
+
+    Returns:
+        float32 ``[rows, width]``.
+
+    Raises:
+        RuntimeError: if the output holds no tensor to read, or not one reward per token.
+    """
+    rewards = _scores(output, select)
+    shape = tuple(rewards.shape)
+    if shape[:2] != (rows, width) or rewards.ndim > 3:
+        raise RuntimeError(
+            f"HFRewardModelWrapper expected one reward per token, of shape {(rows, width)} or {(rows, width, 1)}, got "
+            f"{shape}. Load the model with AutoModelForTokenClassification, or drop per_token=True for a model that "
+            "gives one reward per row."
+        )
+    if rewards.ndim == 2:
+        if label is not None:
+            raise RuntimeError(f"label={label} picks a column, but the model's scores have shape {shape}: drop label=.")
+        return rewards.float()
+    return _one_per_row(rewards.flatten(0, 1), rows * width, label, labels).reshape(rows, width).float()
+
+
+def _scores(output: Any, select: Output | None) -> torch.Tensor:
     rewards = select(output) if callable(select) else _named(output, select)
     if not isinstance(rewards, torch.Tensor):
         place = "what output= picked" if select is not None else "'logits' or 'rewards'"
@@ -39,7 +84,7 @@ def read_rewards(
             f"{type(rewards).__name__}, not a tensor. The output has {_contents(output)}. Pass output= with the "
             "name of the rewards or a callable that picks them."
         )
-    return _one_per_row(rewards, rows, label, labels).float()
+    return rewards
 
 
 def _named(output: Any, name: str | None) -> Any:
@@ -68,8 +113,8 @@ def _one_per_row(rewards: torch.Tensor, rows: int, label: int | None, labels: li
     if rewards.ndim == 3 and len(rewards) == rows:
         raise RuntimeError(
             f"HFRewardModelWrapper expected one scalar reward per row, got scores of shape {shape}: one vector per "
-            "token, as a language model gives. Load the model with AutoModelForSequenceClassification, or pass a "
-            "callable output= that picks one number per row."
+            "token, as a language model gives. Load the model with AutoModelForSequenceClassification, pass a "
+            "callable output= that picks one number per row, or pass per_token=True if each token has its reward."
         )
     if rewards.ndim == 2 and len(rewards) == rows:
         columns = shape[1]
