@@ -40,6 +40,14 @@ class Column:
     metadata: bool = False
 
 
+class FreshRows(list[Any]):
+    """Rows that are the parts of one flat tensor which was made for this batch: there is no need to copy them again."""
+
+    def __init__(self, flat: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
+        super().__init__(rows)
+        self.flat = flat
+
+
 @dataclass
 class Wanted:
     """Which leaves to read: all of them, or those on and below some paths."""
@@ -187,13 +195,20 @@ def _read_field(values: list[Any], path: Path, wanted: Wanted, columns: dict[Pat
         )
     if nested:
         _read_rows(values, path, wanted, columns)
-    elif is_history(first):
-        columns[path] = Column([None if value is None else history_to_messages(value) for value in values])
+    elif any(map(is_history, {type(value): value for value in values}.values())):
+        columns[path] = Column([_messages(value) for value in values])
     elif any(is_non_tensor_leaf(value) for value in values):
         plain = [plain_value(value) if is_non_tensor_leaf(value) else value for value in values]
         columns[path] = Column(plain, metadata=is_metadata(first))
     else:
         columns[path] = Column(values)
+
+
+def _messages(value: Any) -> Any:
+    """A conversation, which other rows may hold as plain messages."""
+    if is_history(value):
+        return history_to_messages(value)
+    return plain_value(value) if is_non_tensor_leaf(value) else value
 
 
 def _is_nested(value: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from torchrl_trl_bridge.buffers.flattening import own
 from torchrl_trl_bridge.compat.datasets import HAS_JSON, item_of, list_of
-from torchrl_trl_bridge.rollouts import Column
+from torchrl_trl_bridge.rollouts import Column, FreshRows
 
 Values = torch.Tensor | list[Any]
 
@@ -130,7 +130,8 @@ def _dense_array(tensor: torch.Tensor) -> pa.Array:
 
 
 def _ragged_array(values: list[Any], tensors: list[torch.Tensor]) -> pa.Array:
-    return _list_array([0 if value is None else len(value) for value in values], _flat(torch.cat(tensors)), values)
+    flat = values.flat if isinstance(values, FreshRows) else torch.cat(tensors)
+    return _list_array([0 if value is None else len(value) for value in values], _flat(flat), values)
 
 
 def _list_array(lengths: Any, items: pa.Array, values: list[Any] | None = None) -> pa.Array:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_trl_bridge.buffers.flattening import KeySelection, describe_missing, flat_name
+from torchrl_trl_bridge.buffers.tokens import Tokens, integers, lengths_of
 from torchrl_trl_bridge.compat import trl as compat
 from torchrl_trl_bridge.rollouts import Column, Path
 
@@ -21,9 +22,6 @@ Columns = dict[str, Column]
 
 FORMS = ("conversational", "standard", "tokenized")
 """In the order in which they are tried: a buffer of histories also holds their text and tokens."""
-
-IGNORED_LABEL = -100
-"""The label of a token that is not trained on, throughout Hugging Face and PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +352,16 @@ def _split(conversations: Callable[[Leaves], Columns], *, prompt_only: bool = Fa
 
     def build(leaves: Leaves) -> Columns:
         (conversation,) = conversations(leaves).values()
-        parts = [split_conversation(messages) for messages in conversation.values]
+        nothing = [None] * len(conversation.values)
+        stored = [leaves[path].values if path in leaves else nothing for path in (_PROMPT, _RESPONSE)]
+        rows = zip(conversation.values, *stored, strict=True)
+        parts = [
+            # The parts as they are stored, which may have calls of tools in the completion, if they make the whole.
+            (prompt, response)
+            if prompt and response and prompt + response == messages
+            else split_conversation(messages)
+            for messages, prompt, response in rows
+        ]
         prompts = Column([prompt for prompt, _ in parts])
         for i, (prompt, completion) in enumerate(parts):
             if not prompt or not (completion or prompt_only):
@@ -388,132 +395,28 @@ def _whole_text(leaves: Leaves) -> Columns:
 # Tokens
 
 
-@dataclass
-class _Tokens:
-    """Token ids of the rows of a batch without padding, and of which of the stored positions they are."""
-
-    ids: torch.Tensor | list[torch.Tensor]
-    lengths: torch.Tensor
-    kept: torch.Tensor | None
-    """For each stored position, row after row, whether it was kept; None if all were."""
-    starts: torch.Tensor
-    """Where each row starts among the stored positions."""
-
-    def keep(self, values: torch.Tensor | list[Any]) -> torch.Tensor | list[torch.Tensor]:
-        """What belongs to the kept tokens, of a column that is as long as the stored ids."""
-        if self.kept is None:
-            return values
-        return list(_flat(values)[self.kept].split_with_sizes(self.lengths.tolist()))
-
-    def kept_before(self, widths: torch.Tensor) -> torch.Tensor:
-        """How many tokens were kept of the first stored positions of each row."""
-        if self.kept is None:
-            return widths
-        counts = torch.nn.functional.pad(self.kept.cumsum(0), (1, 0))
-        return counts[self.starts + widths] - counts[self.starts]
-
-
-def _flat(values: torch.Tensor | list[Any]) -> torch.Tensor:
-    return values.reshape(-1) if isinstance(values, torch.Tensor) else torch.cat(values)
-
-
-def _widths(values: torch.Tensor | list[Any]) -> torch.Tensor:
-    if isinstance(values, torch.Tensor):
-        return torch.full((len(values),), values.shape[1])
-    return torch.tensor(list(map(len, values)))
-
-
-def _tensors(values: torch.Tensor | list[Any]) -> torch.Tensor | list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return values
-    return [value if isinstance(value, torch.Tensor) else torch.tensor(value) for value in values]
-
-
-def _unpadded(leaves: Leaves, ids_path: Path, mask_path: Path) -> _Tokens:
-    ids = _tensors(leaves[ids_path].values)
-    widths = _widths(ids)
-    starts = widths.cumsum(0) - widths
-    if mask_path not in leaves:
-        return _Tokens(ids, widths, None, starts)
-    masks = _tensors(_mask_like(ids, ids_path, leaves[mask_path], mask_path, widths))
-    kept = _flat(masks).bool()
-    if kept.all():
-        return _Tokens(ids, widths, None, starts)
-    counts = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    tokens = _Tokens(ids, counts[starts + widths] - counts[starts], kept, starts)
-    tokens.ids = tokens.keep(ids)
-    return tokens
-
-
-def _mask_like(ids: Any, ids_path: Path, mask: Column, mask_path: Path, widths: torch.Tensor) -> Any:
-    for i, value in enumerate(mask.values if isinstance(mask.values, list) else ()):
-        if value is None:
-            raise ValueError(f"row {i} of the batch has no {flat_name(mask_path)!r}, which other rows have.")
-    if not torch.equal(_widths(mask.values), widths):
-        i = int((_widths(mask.values) != widths).nonzero()[0])
-        raise ValueError(
-            f"row {i} of the batch holds {len(ids[i])} ids under {flat_name(ids_path)!r}, and "
-            f"{len(mask.values[i])} values under {flat_name(mask_path)!r}."
-        )
-    return mask.values
-
-
-def _after(prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-    """A mask for each row, 1 after its prompt."""
-    longest, most = int(prompts.max()), int((lengths - prompts).max())
-    # A row's mask is a part of this one: nothing is made for it.
-    mask = torch.cat([torch.zeros(longest, dtype=torch.int8), torch.ones(most, dtype=torch.int8)])
-    return [
-        mask[longest - prompt : longest - prompt + length]
-        for prompt, length in zip(prompts.tolist(), lengths.tolist(), strict=True)
-    ]
-
-
-def _integers(mask: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    if isinstance(mask, torch.Tensor):
-        return mask.view(torch.int8) if mask.dtype == torch.bool else mask
-    return [value.view(torch.int8) if value.dtype == torch.bool else value for value in mask]
-
-
 def _rollout_tokens(leaves: Leaves, *, completion: bool = True) -> Columns:
-    tokens = _unpadded(leaves, _IDS, _ATTENDED)
+    tokens = Tokens(leaves[_IDS], _IDS, leaves.get(_ATTENDED), _ATTENDED)
     columns = {"input_ids": Column(tokens.ids)}
-    has_assistant = _ASSISTANT in leaves
-    if completion:
-        if _PROMPT_IDS in leaves:
-            columns["completion_mask"] = Column(_after(tokens.kept_before(_prompt_widths(leaves)), tokens.lengths))
-        elif not has_assistant:
-            raise ValueError(
-                "the buffer holds neither 'tokens.prompt' nor 'masks.all_assistant_mask', which tell the completion "
-                'from the prompt. For all tokens take DatasetType("language-modeling", form="tokenized").'
-            )
-    if has_assistant:
-        widths = _widths(leaves[_IDS].values)
-        mask = _mask_like(leaves[_IDS].values, _IDS, leaves[_ASSISTANT], _ASSISTANT, widths)
-        columns["assistant_masks"] = Column(_integers(tokens.keep(mask)))
-    return columns
-
-
-def _prompt_widths(leaves: Leaves) -> torch.Tensor:
-    prompts, widths = _widths(leaves[_PROMPT_IDS].values), _widths(leaves[_IDS].values)
-    if (prompts > widths).any():
-        i = int((prompts > widths).nonzero()[0])
+    if completion and _PROMPT_IDS in leaves:
+        columns["completion_mask"] = Column(tokens.mask_after(lengths_of(leaves[_PROMPT_IDS].values)))
+    elif completion and _ASSISTANT not in leaves:
         raise ValueError(
-            f"row {i} of the batch has {int(prompts[i])} ids under 'tokens.prompt', more than the {int(widths[i])} "
-            "under 'tokens.full' of which they are the start."
+            "the buffer holds neither 'tokens.prompt' nor 'masks.all_assistant_mask', which tell the completion from "
+            'the prompt. For all tokens take DatasetType("language-modeling", form="tokenized").'
         )
-    return prompts
+    if _ASSISTANT in leaves:
+        columns["assistant_masks"] = _mask(tokens, leaves[_ASSISTANT], _ASSISTANT)
+    return columns
 
 
 def _stored_tokens(leaves: Leaves, *, completion: bool = True) -> Columns:
     """Rows that were stored with the names of a tokenizer's output."""
-    tokens = _unpadded(leaves, ("input_ids",), ("attention_mask",))
+    tokens = Tokens(leaves["input_ids",], ("input_ids",), leaves.get(("attention_mask",)), ("attention_mask",))
     columns = {"input_ids": Column(tokens.ids)}
     for name in (["completion_mask"] if completion else []) + ["assistant_masks", "labels"]:
         if (name,) in leaves:
-            widths = _widths(leaves["input_ids",].values)
-            values = _mask_like(leaves["input_ids",].values, ("input_ids",), leaves[name,], (name,), widths)
-            columns[name] = Column(_integers(_tensors(tokens.keep(_tensors(values)))))
+            columns[name] = _mask(tokens, leaves[name,], (name,))
     if completion and len(columns) == 1:
         raise ValueError(
             "the buffer holds 'input_ids' without 'completion_mask', 'assistant_masks' or 'labels', which tell the "
@@ -522,27 +425,23 @@ def _stored_tokens(leaves: Leaves, *, completion: bool = True) -> Columns:
     return columns
 
 
+def _mask(tokens: Tokens, column: Column, path: Path) -> Column:
+    return Column(integers(tokens.keep(tokens.beside(column, path))))
+
+
 def _labels_of_tokens(columns: Columns) -> Column:
-    """The ids, ignored wherever one of the masks is 0."""
-    if "labels" in columns:
-        return columns["labels"]
-    ids = columns["input_ids"].values
-    labels = _flat(ids).clone()
-    for name in ("completion_mask", "assistant_masks"):
-        if name in columns:
-            labels[_flat(columns[name].values) == 0] = IGNORED_LABEL
-    return Column(
-        labels.view(ids.shape) if isinstance(ids, torch.Tensor) else list(labels.split_with_sizes(list(map(len, ids))))
-    )
+    ids = columns["input_ids"]
+    masks = [columns[name].values for name in ("completion_mask", "assistant_masks") if name in columns]
+    return columns.get("labels") or Column(Tokens(ids, ("input_ids",), None, ()).labels(masks))
 
 
 def _pairs_of_tokens(leaves: Leaves, chosen: Path, rejected: Path) -> Columns:
     columns = {}
     for name, path in zip(compat.token_names_of_pairs(), (chosen, rejected), strict=True):
-        ids = _tensors(leaves[path].values)
+        ids = leaves[path].values
         if ("prompt",) in leaves:
-            prompts = _tensors(leaves["prompt",].values)
-            ids = [torch.cat([prompt, answer]) for prompt, answer in zip(prompts, ids, strict=True)]
+            pairs = zip(leaves["prompt",].values, ids, strict=True)
+            ids = [torch.cat([torch.as_tensor(prompt), torch.as_tensor(answer)]) for prompt, answer in pairs]
         columns[name] = Column(ids)
     return columns | _margins(leaves)
 
@@ -569,7 +468,7 @@ def _sources() -> dict[str, dict[str, list[_Source]]]:
     prompt_completion = {
         "conversational": [
             chat(stored("prompt", "completion"), _renamed("prompt", "completion")),
-            chat((_FULL,), _split(_as(messages=_FULL))),
+            chat((_FULL,), _split(_as(messages=_FULL)), (_PROMPT, _RESPONSE)),
             chat((_PROMPT, _RESPONSE), _split(_joined("messages", _PROMPT, _RESPONSE))),
             chat(stored("messages"), _split(_as(messages=("messages",)))),
         ],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchrl_trl_bridge.buffers.flattening import own
-from torchrl_trl_bridge.rollouts import Column
+from torchrl_trl_bridge.rollouts import Column, FreshRows
 
 _DTYPE, _DEVICE, _NDIM = attrgetter("dtype"), attrgetter("device"), attrgetter("ndim")
 
@@ -34,6 +34,8 @@ def to_rows(
 def _row_values(values: torch.Tensor | list[Any], device: torch.device | None, scalars: bool, copy: bool) -> list[Any]:
     if isinstance(values, torch.Tensor):
         return _split((values.clone() if copy else _dense(values)).to(device=device), scalars)
+    if isinstance(values, FreshRows) and not copy and device is None:
+        return values
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if len(tensors) == len(values):
         return _join(values, device, scalars)
