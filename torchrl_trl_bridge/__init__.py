@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from torchrl_trl_bridge.buffers.collecting import CollectCallback
     from torchrl_trl_bridge.buffers.columns import DatasetType
     from torchrl_trl_bridge.buffers.dataset import TorchRLBufferDataset
+    from torchrl_trl_bridge.buffers.importing import extend_from_dataset
     from torchrl_trl_bridge.buffers.preferences import PreferencePairs
+    from torchrl_trl_bridge.buffers.recording import RolloutRecorder
+    from torchrl_trl_bridge.rewards.functions import TRLRewardTransform
     from torchrl_trl_bridge.rewards.model import HFRewardModelWrapper
+    from torchrl_trl_bridge.rewards.scorers import as_trl_reward_func
 
 __version__ = "0.1.0"
 
@@ -23,8 +27,10 @@ __all__ = [
     "DatasetType",
     "HFRewardModelWrapper",
     "PreferencePairs",
+    "RolloutRecorder",
     "TorchRLBufferDataset",
     "__version__",
+    "extend_from_dataset",
 ]
 
 _MODULE_OF = {
@@ -32,7 +38,11 @@ _MODULE_OF = {
     "DatasetType": "torchrl_trl_bridge.buffers.columns",
     "HFRewardModelWrapper": "torchrl_trl_bridge.rewards.model",
     "PreferencePairs": "torchrl_trl_bridge.buffers.preferences",
+    "RolloutRecorder": "torchrl_trl_bridge.buffers.recording",
+    "TRLRewardTransform": "torchrl_trl_bridge.rewards.functions",
     "TorchRLBufferDataset": "torchrl_trl_bridge.buffers.dataset",
+    "as_trl_reward_func": "torchrl_trl_bridge.rewards.scorers",
+    "extend_from_dataset": "torchrl_trl_bridge.buffers.importing",
 }
 
 

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_collection
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+)
 
 try:
     from tensordict import MetaData
 except ImportError:  # before tensordict 0.11 it had no public name; can go when torchrl 0.11 leaves the matrix
     from tensordict.tensorclass import MetaData
 
-__all__ = ["is_container", "is_metadata", "is_non_tensor_leaf", "plain_value", "stacked_rows"]
+__all__ = [
+    "MetaData",
+    "is_collection",
+    "is_container",
+    "is_metadata",
+    "is_non_tensor_leaf",
+    "is_stack_class",
+    "is_tensor_class",
+    "parts_of_tensor_class",
+    "plain_value",
+    "stack_of",
+    "stacked_rows",
+    "tensor_class_of",
+    "tensordict_of",
+]
 
 
 # `is_tensor_collection` and `is_non_tensor` look at the class only; remembering it saves two look-ups a leaf.
@@ -66,3 +89,45 @@ def plain_value(leaf: Any) -> Any:
     # string of each row. The private field can go when the public one is as fast.
     fields = leaf.__dict__.get("_non_tensordict")
     return fields["data"] if fields and "data" in fields else leaf.data
+
+
+# Taking collections apart and putting them together again as they were, for saving. The public constructors look at
+# each value (55 us for a string, against 6 us), and change what they are given: wrap, lock, convert (tensordict 0.11 to
+# 0.14).
+
+
+def is_collection(value: Any) -> bool:
+    """Whether ``value`` is a tensordict, an object of a tensor class, or Python data wrapped in one."""
+    return _kind(value) != "other"
+
+
+def is_tensor_class(cls: type) -> bool:
+    """Whether ``cls`` is a tensor class, such as ``History`` or ``NonTensorData``."""
+    return bool(is_tensorclass(cls))
+
+
+def is_stack_class(cls: type) -> bool:
+    """Whether ``cls`` is that of lazy stacks of tensordicts or of Python data."""
+    return issubclass(cls, LazyStackedTensorDict)
+
+
+def parts_of_tensor_class(value: Any) -> tuple[Any, dict[str, Any]]:
+    """The tensordict inside an object of a tensor class, and its fields that are not in it."""
+    return value._tensordict, value._non_tensordict
+
+
+def tensor_class_of(cls: Any, tensordict: Any, fields: dict[str, Any]) -> Any:
+    """The opposite of `parts_of_tensor_class`."""
+    return cls._from_tensordict(tensordict, fields)
+
+
+def tensordict_of(
+    fields: dict[str, Any], batch_size: torch.Size, device: torch.device | None, names: list[str | None] | None
+) -> Any:
+    """A ``TensorDict`` of fields that are what it would make of them."""
+    return TensorDict._new_unsafe(fields, batch_size, device, names)
+
+
+def stack_of(cls: Any, items: list[Any], dim: int) -> Any:
+    """A lazy stack; ``NonTensorStack`` takes its items one by one."""
+    return cls(*items, stack_dim=dim) if items else cls(stack_dim=dim, batch_size=[0])

@@ -1,0 +1,83 @@
+"""Rows as a TorchRL ``LLMCollector`` writes them, from plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict
+from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
+
+from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.compat.tensordict import MetaData
+from torchrl_trl_bridge.messages import messages_to_history
+
+RESERVED = frozenset(
+    {"done", "group_id", "history", "log_probs", "masks", "next", "policy_version", "query", "rewards"}
+    | {"terminated", "text", "tokens", "truncated"}
+)
+"""The keys of a rollout that no column of a dataset may take."""
+
+
+def text(**parts: str | None) -> Any:
+    """A ``Text`` of the parts ``prompt``, ``response`` and ``full``; what is None is left out."""
+    return Text.from_tensordict(
+        TensorDict({name: NonTensorData(part) for name, part in parts.items() if part is not None})
+    )
+
+
+def history(*, cut_off: Collection[str] = (), **parts: Any) -> Any:
+    """A ``ChatHistory`` of the parts ``prompt``, ``response`` and ``full``, each a list of messages.
+
+    The last message of the parts named in ``cut_off`` was not ended.
+    """
+    return ChatHistory.from_tensordict(
+        TensorDict({name: messages_to_history(part, is_complete=name not in cut_off) for name, part in parts.items()})
+    )
+
+
+def tokens(
+    *, prompt: list[int] | None = None, response: list[int] | None = None, full: list[int] | None = None
+) -> dict[str, Any]:
+    """``tokens`` and ``masks`` of token ids (int64 and bool, without padding); what is None is left out.
+
+    Prompt and response make the full row, which has the mask.
+    """
+    if prompt is not None and response is not None:
+        full = [*prompt, *response]
+    parts = {"prompt": prompt, "response": response, "full": full}
+    leaves: dict[str, Any] = {
+        name: torch.tensor(part, dtype=torch.long) for name, part in parts.items() if part is not None
+    }
+    # `padded` tells how a batch was written; it is no value of a row.
+    made = {"tokens": Tokens.from_tensordict(TensorDict({**leaves, "padded": MetaData(False)}))}
+    if full is not None:
+        mask = torch.ones(len(full), dtype=torch.bool)
+        made["masks"] = Masks.from_tensordict(TensorDict({"all_attention_mask": mask, "padded": MetaData(False)}))
+    return made
+
+
+def check_storage(replay_buffer: Any) -> None:
+    """Raises where the storage would keep one row's strings for all rows."""
+    if compat.shares_strings_between_rows(replay_buffer):
+        raise ValueError(
+            "the buffer has a LazyMemmapStorage, which keeps the first row's strings and messages for every row: the "
+            "others would be lost. Use a LazyStackStorage or a ListStorage."
+        )
+
+
+def leaf(value: Any) -> Any:
+    """A value of a dataset's own column: numbers and booleans as tensors, as a collector has them, others as they are.
+
+    Numbers keep their precision (int64, float64).
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bool):
+        return torch.tensor(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return torch.tensor(value, dtype=torch.long)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    return NonTensorData(value)
