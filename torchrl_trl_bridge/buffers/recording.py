@@ -218,7 +218,6 @@ def _row(record: dict[str, Any]) -> TensorDict:
     texts = {"prompt": record["prompt_text"], "response": record["completion_text"]}
     whole = None if None in texts.values() else texts["prompt"] + texts["response"]
     leaves: dict[str, Any] = {
-        "query": NonTensorData(_query(prompt)),
         "group_id": NonTensorData(record["group_id"]),
         "rewards": TensorDict({name: _reward(value) for name, value in record["rewards"].items()}),
     }
@@ -234,6 +233,7 @@ def _row(record: dict[str, Any]) -> TensorDict:
         after["history"] = rows.history(prompt=parts["full"], cut_off=("prompt",) if cut_off else ())
     leaves |= rows.tokens(prompt=record["prompt_ids"], response=record["completion_ids"])
     for time, done in ((leaves, False), (after, True)):
+        time["query"] = NonTensorData(_query(prompt))
         time["done"] = torch.tensor([done])
         time["truncated"] = torch.tensor([done and ended is False])
         time["terminated"] = torch.tensor([done and ended is not False])
