@@ -141,8 +141,7 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
         if work is not None:  # what is added to the log is then there when the reporting callbacks come
             callbacks = work.trainer.callback_handler.callbacks
             callbacks.sort(key=lambda callback: callback is not self)
-        self._since = _Collected()
-        self._ages.clear()
+        self._ages.clear()  # a trainer looks at some rows before it trains on any
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every_n_steps or not state.is_world_process_zero:
@@ -218,6 +217,8 @@ class _Ages(Transform):  # type: ignore[misc]  # torchrl comes without types
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Gives back what was sampled."""
+        if not tensordict.batch_size:  # one row, read by its index
+            return tensordict
         column = read_columns(tensordict, [(POLICY_VERSION,)]).get((POLICY_VERSION,), Column([]))
         versions = [int(value) for value in column.values if value is not None]
         self._total += len(versions) * self.version - sum(versions)
