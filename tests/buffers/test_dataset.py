@@ -341,9 +341,23 @@ def test_a_column_stored_whole_is_refused(storage: type) -> None:
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
 def test_a_list_meant_for_all_rows_is_kept(storage: type) -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "mul"}}]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "mul", "div")]
     replay_buffer = buffer_of(TensorDict({"tools": NonTensorData(tools, batch_size=[3])}, [3]), storage)
     assert all(row["tools"] == tools for row in TorchRLBufferDataset(replay_buffer, 8))
+
+
+def test_a_tuple_meant_for_all_rows_is_kept() -> None:
+    replay_buffer = buffer_of(TensorDict({"stop": NonTensorData(("a", "b"), batch_size=[2])}, [2]), LazyStackStorage)
+    assert all(row["stop"] == ["a", "b"] for row in TorchRLBufferDataset(replay_buffer, 8))
+
+
+def test_telling_a_column_stored_whole_reads_each_row_once() -> None:
+    # 5,000 rows that hold 5,000 items each: comparing them would take 25 million looks.
+    column = NonTensorData([str(i) for i in range(5000)], batch_size=[5000])
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(5000))
+    replay_buffer.extend(TensorDict({"s": column}, [5000]))
+    with pytest.raises(ValueError, match="holds the whole column"):
+        next(iter(TorchRLBufferDataset(replay_buffer, 8)))
 
 
 def test_metadata_comes_as_its_value() -> None:

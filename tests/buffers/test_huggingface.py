@@ -334,9 +334,10 @@ def test_a_snapshot_of_an_empty_buffer() -> None:
         TorchRLBufferDataset(ReplayBuffer(storage=ListStorage(3)), 2).as_hf_dataset(streaming=False)
 
 
-def test_a_value_that_arrow_cannot_hold_is_named() -> None:
+@pytest.mark.parametrize("value", [{"f": {1, 2}}, {1: "a"}, {"a": [{2: "b"}]}, 2**70, [1, 2**70]])
+def test_a_value_that_arrow_cannot_hold_is_named(value: Any) -> None:
     replay_buffer = ReplayBuffer(storage=ListStorage(3))
-    replay_buffer.add(TensorDict({"o": NonTensorData({"f": {1, 2}})}))
+    replay_buffer.add(TensorDict({"o": NonTensorData(value)}))
     with pytest.raises(TypeError, match=r"column 'o'.*keys=\["):
         TorchRLBufferDataset(replay_buffer, 2).as_hf_dataset(streaming=False)
-    assert next(iter(TorchRLBufferDataset(replay_buffer, 1)))["o"] == {"f": {1, 2}}
+    assert next(iter(TorchRLBufferDataset(replay_buffer, 1)))["o"] == value

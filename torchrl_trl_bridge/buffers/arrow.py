@@ -71,6 +71,8 @@ def _python_feature(present: list[Any]) -> Any:
 def _names_of_strings(values: list[dict[Any, Any]]) -> tuple[str, ...]:
     """The keys of dictionaries that all have the same ones, and strings under each; else none."""
     names = tuple(values[0])
+    if not all(isinstance(name, str) for name in names):
+        return ()
     if any(tuple(value) != names or not all(type(item) is str for item in value.values()) for value in values):
         return ()
     return names
@@ -94,7 +96,7 @@ def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedAr
             _array(column.values, feature, type_) if len(column.values) else pa.nulls(size, type_)
             for column, size in chunks
         ]
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
         raise TypeError(
             f"column {name!r} holds values that a datasets.Dataset cannot: {error}. "
             "Leave it out with keys=[...], or stream the buffer."
@@ -145,7 +147,9 @@ def _list_array(lengths: Any, items: pa.Array, values: list[Any] | None = None) 
 def _python_array(values: list[Any], feature: Any, type_: pa.DataType) -> pa.Array:
     if HAS_JSON and isinstance(feature, datasets.Json):
         # Encoded here: `Json` itself takes a string for JSON if it happens to read as such, and "4" comes back as 4.
-        texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        texts = [
+            None if value is None else json.dumps(_with_string_keys(value), ensure_ascii=False) for value in values
+        ]
         return pa.array(texts, pa.string()).cast(type_)
     if pa.types.is_list(type_):
         items = [item for value in values for item in value or ()]
@@ -153,3 +157,12 @@ def _python_array(values: list[Any], feature: Any, type_: pa.DataType) -> pa.Arr
             [len(value or ()) for value in values], _python_array(items, item_of(feature), type_.value_type), values
         )
     return pa.array(values, type_)
+
+
+def _with_string_keys(value: Any) -> Any:
+    """The value, if JSON can give it back: it would turn other keys into strings."""
+    if isinstance(value, dict) and (other := [key for key in value if not isinstance(key, str)]):
+        raise TypeError(f"a dictionary has the key {other[0]!r}, and only strings can be keys")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _with_string_keys(item)
+    return value

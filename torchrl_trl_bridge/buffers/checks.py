@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ def check_stored_columns(replay_buffer: Any, columns: dict[Path, Column]) -> Non
             raise ValueError(
                 f"each row of column {flat_name(path)!r} holds the whole column: it was written as "
                 "NonTensorData(list, batch_size=[N]), which gives every row the same list. Write "
-                "NonTensorStack(*list) instead, or the list itself, for one item a row."
+                "NonTensorStack(*list) instead, or the list itself, for one item a row; or a tuple, if each row is meant "
+                "to hold all items."
             )
 
 
@@ -49,26 +50,27 @@ def _holds_python(column: Column) -> bool:
 
 
 def _rows_share_a_list(values: Any) -> bool:
-    shared = Counter(_identity(value) for value in values if isinstance(value, list) and len(value) > 1)
+    shared = Counter(_identity(value) for value in values if _may_be_a_column(value))
     return any(count > 1 for count in shared.values())
 
 
-def _identity(value: list[Any]) -> tuple[int, int, int]:
-    # Some storages copy the list for each row, with the items that it has.
-    return len(value), id(value[0]), id(value[-1])
+def _may_be_a_column(value: Any) -> bool:
+    # Rows often share a list of dictionaries, such as tools. A tuple is meant for the row that holds it.
+    return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], dict)
+
+
+def _identity(value: list[Any]) -> tuple[int, ...]:
+    # Some storages copy the list for each row, with the items that it has. A few of these tell lists apart.
+    return len(value), *(id(value[place * (len(value) - 1) // 7]) for place in range(8))
 
 
 def _is_stored_whole(replay_buffer: Any, path: Path) -> bool:
-    """Whether as many rows share one list as it has items. Rows may share a list of another length, say of tools."""
+    """Whether as many rows share one list as it has items."""
     buffers = compat.members(replay_buffer)
     if buffers is not None:
         return any(_is_stored_whole(buffer, path) for buffer in buffers)
     rows = compat.read_rows(replay_buffer, torch.arange(min(len(replay_buffer), SCANNED_ROWS)))
     column = read_columns(rows, [path]).get(path)
-    holders: dict[tuple[int, int, int], list[list[Any]]] = defaultdict(list)
-    for value in column.values if column else ():
-        if isinstance(value, list) and len(value) > 1:
-            holders[_identity(value)].append(value)
-    return any(
-        len(values) == len(values[0]) and all(value == values[0] for value in values) for values in holders.values()
-    )
+    holders = Counter(_identity(value) for value in (column.values if column else ()) if _may_be_a_column(value))
+    # Of a column longer than the rows that are read, all rows that are read hold it.
+    return any(count == min(length, SCANNED_ROWS) for (length, *_), count in holders.items())
