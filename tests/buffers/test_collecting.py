@@ -228,7 +228,8 @@ def test_dropout_is_off_while_collecting_and_on_again_after(model: Any, tmp_path
     replay_buffer = ReplayBuffer(storage=LazyStackStorage(100))
     callback = CollectCallback(collector_of(model, replay_buffer)[0], replay_buffer, every_n_steps=2)
     callback.collect()
-    assert modes and not any(modes)
+    assert modes
+    assert not any(modes)
     modes.clear()
     trainer_of(model, replay_buffer, tmp_path, [callback]).train()
     assert [mode for mode, _ in itertools.groupby(modes)] == [True, False, True, False]
