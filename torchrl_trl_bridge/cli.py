@@ -40,6 +40,19 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="where the curve and the summary go"
     )
     demo.set_defaults(run=_demo)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="report installed versions and live features, and try every public name on a few rows",
+        description="Report the installed versions and whether they are tested, which features are live, and a trial "
+        "of every public name on a few rows. Exit status: 0 all well, 1 a trial failed, 2 an unsupported version "
+        "(with --strict).",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON, in the form of compat.report()")
+    doctor.add_argument(
+        "--strict", action="store_true", help="exit with 2 if a version is older or newer than those supported"
+    )
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -48,6 +61,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
     return value
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from torchrl_trl_bridge import doctor
+
+    return doctor.run(as_json=options.json, strict=options.strict)
 
 
 def _demo(options: argparse.Namespace) -> int:
