@@ -18,6 +18,7 @@ from packaging.version import Version
 __all__ = [
     "Needs",
     "TrainerAtWork",
+    "arguments_of_reward_functions",
     "generation_batch",
     "is_known",
     "needs_of",
@@ -168,3 +169,18 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# What reward functions are called with beside prompts, completions, their ids and the columns of the dataset, with the
+# release that began to. Can go as the releases leave the matrix.
+_ARGUMENTS_SINCE = {"trainer_state": Version("0.21"), "log_extra": Version("1.0"), "log_metric": Version("1.0")}
+
+
+@functools.cache
+def arguments_of_reward_functions() -> tuple[str, ...]:
+    """What else reward functions get in the installed release of TRL; without one, what they get in the newest."""
+    try:
+        version = Version(importlib.metadata.version("trl"))
+    except importlib.metadata.PackageNotFoundError:
+        return tuple(_ARGUMENTS_SINCE)
+    return tuple(name for name, since in _ARGUMENTS_SINCE.items() if version >= since)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -27,6 +27,9 @@ from torchrl_trl_bridge.rewards.inputs import (
 from torchrl_trl_bridge.rewards.outputs import Output, read_rewards, read_token_rewards
 from torchrl_trl_bridge.rewards.text import InputKey, Text, TextReader, keys_of, read_texts
 from torchrl_trl_bridge.rewards.tokens import mask_key_of, rewarded, write_per_token
+
+if TYPE_CHECKING:
+    from torchrl.envs import Transform
 
 __all__ = ["HFRewardModelWrapper"]
 
@@ -227,6 +230,36 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         if self._text is None or self.per_token:
             raise ValueError("score_texts needs a wrapper made with tokenizer=, and without per_token=True.")
         return self._score(self._cut(self._text.encode(texts, torch.Size([len(texts)]))))
+
+    def as_transform(self, *, reward_key: NestedKey = "reward") -> Transform:
+        """The wrapper as a TorchRL transform, which writes the rewards of rollouts under ``"next"``.
+
+        Append it to a ``ChatEnv``, pass it to a collector as ``postproc``, or append it to a replay buffer: with
+        ``invert=True`` it scores each row once, when it is added, else each time that it is sampled. (On the way into a
+        buffer TorchRL runs the transforms from the last to the first: append ``MCAdvantage`` before it.)
+
+        Args:
+            reward_key: where the reward goes, in the next tensordict: float32 ``[*batch, 1, 1]``, or in the shape and
+                dtype of the reward that an environment has there already. It carries no graph.
+
+        Raises:
+            ValueError: if the wrapper gives process rewards.
+
+        Examples:
+            >>> from torchrl_trl_bridge.tiny import tiny_reward_model, tiny_tokenizer
+            >>> import tempfile
+            >>> from tensordict import TensorDict
+            >>> model = tiny_reward_model(tempfile.mkdtemp())
+            >>> score = HFRewardModelWrapper(model, tokenizer=tiny_tokenizer(), input_key=("text", "full"))
+            >>> rollouts = TensorDict({"text": {"full": ["2 + 2 = 4", "2 + 2 = 5"]}}, [2])
+            >>> score.as_transform()(rollouts)["next", "reward"].shape
+            torch.Size([2, 1, 1])
+        """
+        if self.per_token:
+            raise ValueError("process rewards (per_token=True) have no place in an environment's reward.")
+        from torchrl_trl_bridge.rewards.transforms import ScorerTransform  # loads torchrl.envs, which takes seconds
+
+        return ScorerTransform(self, reward_key)
 
     def _read(self, tensordict: Any) -> TokenRows:
         if self._text is None:
