@@ -354,14 +354,7 @@ def _split(conversations: Callable[[Leaves], Columns], *, prompt_only: bool = Fa
         (conversation,) = conversations(leaves).values()
         nothing = [None] * len(conversation.values)
         stored = [leaves[path].values if path in leaves else nothing for path in (_PROMPT, _RESPONSE)]
-        rows = zip(conversation.values, *stored, strict=True)
-        parts = [
-            # The parts as they are stored, which may have calls of tools in the completion, if they make the whole.
-            (prompt, response)
-            if prompt and response and prompt + response == messages
-            else split_conversation(messages)
-            for messages, prompt, response in rows
-        ]
+        parts = [_parts(*row) for row in zip(conversation.values, *stored, strict=True)]
         prompts = Column([prompt for prompt, _ in parts])
         for i, (prompt, completion) in enumerate(parts):
             if not prompt or not (completion or prompt_only):
@@ -371,6 +364,13 @@ def _split(conversations: Callable[[Leaves], Columns], *, prompt_only: bool = Fa
         return {"prompt": prompts} if prompt_only else {"prompt": prompts, "completion": Column([c for _, c in parts])}
 
     return build
+
+
+def _parts(messages: list[Any], prompt: list[Any] | None, response: list[Any] | None) -> tuple[list[Any], list[Any]]:
+    before, after = split_conversation(messages)
+    if prompt and response and len(response) > len(after) and prompt + response == messages:
+        return prompt, response  # a completion that was stored with its calls of tools, and their replies
+    return before, after
 
 
 def _text_parts(leaves: Leaves) -> Columns:
