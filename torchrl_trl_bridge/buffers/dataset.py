@@ -14,7 +14,7 @@ from torchrl_trl_bridge.buffers.checks import check_stored_columns
 from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
 from torchrl_trl_bridge.buffers.sampling import Draws, Share, wait_for_rows
-from torchrl_trl_bridge.buffers.streaming import Stream
+from torchrl_trl_bridge.buffers.streaming import Record, Stream
 from torchrl_trl_bridge.buffers.workers import of_worker, sendable_buffer
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.torch import fork_workers_of
@@ -146,6 +146,15 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     def agreed(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` gives, or raises: on rank 0 where there are several, whose buffer alone may be filled."""
         return self._stream.agreed(compute)
+
+    @property
+    def record(self) -> Record | None:
+        """What the stream drew last, if that is recorded: for checkpoints of a trainer."""
+        return self._stream.record
+
+    @record.setter
+    def record(self, record: Record | None) -> None:
+        self._stream.record = record
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the latest iteration, of numbers, strings and tensors.

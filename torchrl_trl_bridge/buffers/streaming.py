@@ -131,8 +131,8 @@ class Stream:
         if place["drawn"] is not None:
             yield Batch(start, {name: Column(values, meta) for name, (meta, values) in place["drawn"].items()}, row)
             start, row = start + 1, 0
-        elif record is not None and record.replayed and not start:
-            yield from record.replay()
+        elif record is not None and not start:
+            yield from record.begin(epoch, place)
             start = record.next
         elif keeps and not start and share.index == 0 and (unused := self._take_unused()):
             yield unused
@@ -195,26 +195,100 @@ class Record:
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
-        self.replayed: list[Batch] = []
-        self.next = 0
-        self._marked = 0
+        self._reset()
+        self._replayed: list[Batch] | None = None
+        self._skipped = 0
+
+    def _reset(self) -> None:
+        self.batches = []
+        self._first_rows: dict[int, int] = {}  # of each batch, its first row's number in the stream
+        self._next, self._end, self._base = 0, 0, 0
+        self._consumed, self._marked = 0, 0
+
+    def begin(self, epoch: int, place: dict[str, Any]) -> Iterator[Batch]:
+        """An iteration begins, with these batches of the resumed one, those long trained on as so many other rows."""
+        self._epoch, self._place = epoch, place
+        if self._replayed is None:
+            self._reset()
+            return
+        batches, self._replayed = self._replayed, None
+        for number in range(self._skipped):
+            yield Batch(number, batches[0].columns)
+        yield from batches
+
+    @property
+    def next(self) -> int:
+        """The number of the next batch to draw."""
+        return self._next
 
     def add(self, batch: Batch) -> None:
-        if batch.number == 0:
-            self.batches, self._marked = [], 0
+        """A batch was drawn."""
         self.batches.append(batch)
-        self.next = batch.number + 1
+        self._first_rows[batch.number] = self._end
+        self._next, self._end = batch.number + 1, self._end + batch.size
 
-    def mark(self) -> None:
-        """After a training step: forgets what has been trained on since the step before the last."""
-        # The last batch may have been given in part.
+    def mark(self, consumed: int) -> None:
+        """A trainer has taken a step.
+
+        Args:
+            consumed: how many of its own batches it took for it.
+        """
+        self._consumed += consumed
+        # Forgets what was drawn two steps ago. The last batch drawn until then may have been given in part.
         self.batches = [batch for batch in self.batches if batch.number >= self._marked - 1]
-        self._marked = self.next
+        self._first_rows = {batch.number: self._first_rows[batch.number] for batch in self.batches}
+        self._marked = self._next
 
-    def replay(self) -> Iterator[Batch]:
-        """The batches of the recorded stream, those that are long trained on as so many other rows."""
-        self.batches, self.replayed = self.replayed, []
-        first = self.batches[0]
-        for number in range(first.number):
-            yield Batch(number, first.columns)
-        yield from list(self.batches)
+    def state(self) -> dict[str, Any]:
+        """Numbers for `resume`."""
+        given = self._first_rows.get(self._place["batch"], self._end) + self._place["row"]
+        return {
+            "epoch": self._epoch,
+            "next": self._next,
+            "end": self._end,
+            "base": self._base,
+            "given": given,
+            "consumed": self._consumed,
+            "marked": self._marked,
+            "first_rows": [self._first_rows[batch.number] for batch in self.batches],
+        }
+
+    def resume(self, state: dict[str, Any], batches: list[Batch], *, skipping: bool) -> None:
+        """Lets the next iteration give what the recorded one would have given.
+
+        Args:
+            state: what `state` gave.
+            batches: the `batches` of then.
+            skipping: whether the trainer will skip what it has trained on.
+
+        Raises:
+            ValueError: if the stream has no batches to go on from, or the row to go on from cannot be told.
+        """
+        if state["epoch"] or not batches:
+            raise ValueError(
+                f"the stream had ended {state['epoch']} times by this checkpoint, and a trainer counts what it skips "
+                "from the first beginning. To resume, train from a stream without end: num_batches=None."
+            )
+        self._next, self._end, self._base = state["next"], state["end"], state["base"]
+        self._consumed, self._marked = state["consumed"], state["marked"]
+        first_rows = state["first_rows"]
+        self._first_rows = {batch.number: row for batch, row in zip(batches, first_rows, strict=True)}
+        self.batches, self._replayed = batches, batches
+        if skipping:
+            self._skipped = batches[0].number
+            return
+        # The trainer has taken one batch more than it has trained on.
+        trained, rest = divmod((state["given"] - self._base) * self._consumed, self._consumed + 1)
+        trained += self._base
+        if rest or trained < first_rows[0]:
+            raise ValueError(
+                f"the stream had given {state['given']} rows for {self._consumed + 1} batches of the trainer, so that "
+                "the row to go on from cannot be told. Resume with ignore_data_skip=False."
+            )
+        starts = [max(trained - row, 0) for row in first_rows]
+        self._replayed = [
+            Batch(batch.number, batch.columns, start)
+            for batch, start in zip(batches, starts, strict=True)
+            if start < batch.size
+        ]
+        self._base, self._consumed = trained, 0

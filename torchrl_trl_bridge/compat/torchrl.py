@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torchrl.data.replay_buffers as torchrl_buffers
+from tensordict import is_non_tensor, is_tensor_collection
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers import (
     LazyMemmapStorage,
     ListStorage,
@@ -22,8 +24,11 @@ from torchrl.data.replay_buffers import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 from torchrl.data.replay_buffers.samplers import SamplerEnsemble
+
+from torchrl_trl_bridge.compat.tensordict import MetaData
 
 # Came with torchrl 0.14, the stale-row sampler with 0.12; an empty tuple makes `isinstance` false on older ones.
 _CONSUMING: Any = getattr(torchrl_buffers, "ConsumingSampler", ())
@@ -32,13 +37,17 @@ _STALENESS_AWARE: Any = getattr(torchrl_buffers, "StalenessAwareSampler", ())
 __all__ = [
     "advance_seeded",
     "can_sample",
+    "capacity",
     "consumes",
     "consumes_for_good",
+    "held_still",
+    "holds_python_values",
     "is_remote",
     "is_replay_buffer",
     "keep_whole_in_forks",
     "keys_added_by_sampling",
     "members",
+    "part_names",
     "place",
     "private_sampler",
     "read_rows",
@@ -47,8 +56,12 @@ __all__ = [
     "sample",
     "sample_seeded",
     "sent_parts",
+    "set_content",
+    "set_state",
     "shares_strings_between_rows",
+    "state_of",
     "stays_in_its_process",
+    "stored_content",
     "stored_rows",
     "without_prefetched",
 ]
@@ -406,3 +419,94 @@ def _global_generator(sampler: Any, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+# Saving: TorchRL's own `dumps` and `state_dict` lose what is no tensor (0.11 to 0.14), so that the parts are read here.
+
+
+def held_still(replay_buffer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Lets no other thread write to the buffer, or draw from it."""
+    lock: contextlib.AbstractContextManager[Any] = replay_buffer._replay_lock
+    return lock
+
+
+def part_names(replay_buffer: Any) -> dict[str, str]:
+    """The classes of a buffer's storage, sampler and writer."""
+    return {part: type(getattr(replay_buffer, f"_{part}")).__name__ for part in ("storage", "sampler", "writer")}
+
+
+def capacity(replay_buffer: Any) -> int:
+    """How many rows a buffer can hold."""
+    return int(replay_buffer._storage.max_size)
+
+
+def stored_content(replay_buffer: Any, rows: bool = True) -> tuple[str, list[Any]]:
+    """The kind of a storage, "list" or "tensor", and what it holds: its rows, or one batch of all of them."""
+    storage = replay_buffer._storage
+    if isinstance(storage, ListStorage):
+        return "list", list(storage._storage) if rows else []
+    if isinstance(storage, TensorStorage):
+        if not rows or not len(storage):
+            return "tensor", []
+        written = slice(storage._len_along_dim0)
+        stored: Any = storage._storage
+        # torch takes a tensordict for a tree, and its metadata for a leaf.
+        return "tensor", [
+            stored[written] if is_tensor_collection(stored) else tree_map(lambda leaf: leaf[written], stored)
+        ]
+    raise TypeError(
+        f"a {type(storage).__name__} cannot be saved. Keep the rows in a ListStorage, LazyStackStorage, "
+        "LazyTensorStorage or LazyMemmapStorage."
+    )
+
+
+def set_content(replay_buffer: Any, content: list[Any]) -> None:
+    """The opposite of `stored_content`: replaces what the storage holds."""
+    storage = replay_buffer._storage
+    replay_buffer.empty()
+    if isinstance(storage, ListStorage):
+        storage._storage = content
+        if hasattr(storage, "_bump_mutation_revision"):  # torchrl 0.14: what caches know the rows by
+            storage._bump_mutation_revision()
+    elif content:
+        leaf = content[0] if is_tensor_collection(content[0]) else tree_leaves(content[0])[0]
+        storage.set(range(leaf.shape[0]), content[0])
+
+
+def holds_python_values(replay_buffer: Any) -> bool:
+    """Whether a tensor storage holds values that are no tensors."""
+    for buffer in members(replay_buffer) or [replay_buffer]:
+        stored: Any = getattr(buffer._storage, "_storage", None)
+        if is_tensor_collection(stored) and any(map(_is_python_leaf, stored.values(True))):
+            return True
+    return False
+
+
+def _is_python_leaf(value: Any) -> bool:
+    return is_non_tensor(value) and not isinstance(value, MetaData)
+
+
+def state_of(replay_buffer: Any) -> dict[str, Any]:
+    """The states of a buffer's parts, of plain values and tensors."""
+    generator = replay_buffer._rng
+    transform = replay_buffer._transform
+    return {
+        "sampler": dict(replay_buffer._sampler.state_dict()),
+        "writer": None if members(replay_buffer) is not None else dict(replay_buffer._writer.state_dict()),
+        "transform": dict(transform.state_dict()) if hasattr(transform, "state_dict") else None,
+        "generator": None if generator is None else (generator.get_state(), str(generator.device)),
+    }
+
+
+def set_state(replay_buffer: Any, state: dict[str, Any]) -> None:
+    """The opposite of `state_of`."""
+    replay_buffer._sampler.load_state_dict(state["sampler"])
+    if state["writer"] is not None:
+        replay_buffer._writer.load_state_dict(state["writer"])
+    if state["transform"] and hasattr(replay_buffer._transform, "load_state_dict"):
+        replay_buffer._transform.load_state_dict(state["transform"])
+    if state["generator"] is not None:
+        values, device = state["generator"]
+        generator = torch.Generator(device)
+        generator.set_state(values)
+        replay_buffer.set_rng(generator=generator)
