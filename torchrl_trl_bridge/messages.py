@@ -7,9 +7,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict
 
-from torchrl_trl_bridge.compat.tensordict import is_container, is_non_tensor_leaf, plain_value, stacked_rows
+from torchrl_trl_bridge.compat.tensordict import (
+    is_container,
+    is_non_tensor_leaf,
+    non_tensor,
+    plain_value,
+    stacked_rows,
+)
 
 Message = dict[str, Any]
 
@@ -88,10 +94,10 @@ def messages_to_history(messages: Any, *, is_complete: bool = True) -> Any:
     """
     if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple)):
         chats = [_turns_of(chat, is_complete, f" of conversation {i}") for i, chat in enumerate(messages)]
-        turns = lazy_stack([lazy_stack(chat) for chat in chats])
+        turns = LazyStackedTensorDict(*(LazyStackedTensorDict(*chat) for chat in chats))
         return _history_class(turn for chat in chats for turn in chat).from_tensordict(turns)
     chat = _turns_of(messages, is_complete, "")
-    return _history_class(chat).from_tensordict(lazy_stack(chat))
+    return _history_class(chat).from_tensordict(LazyStackedTensorDict(*chat))
 
 
 def _history_class(turns: Iterable[Any]) -> Any:
@@ -123,17 +129,17 @@ def _turn_of(message: Any, is_complete: bool, where: str) -> TensorDict:
             "by which TorchRL marks padding."
         )
     # Wrapped one by one: a list given to a tensordict would be taken for values of several rows.
-    fields = {"role": NonTensorData(role), "is_complete": NonTensorData(is_complete)}
+    fields = {"role": non_tensor(role), "is_complete": non_tensor(is_complete)}
     if "content" in message:
-        fields["content"] = NonTensorData(message["content"])
+        fields["content"] = non_tensor(message["content"])
     calls = message.get("tool_calls")
     if calls:
-        fields["tool_calls"] = NonTensorData(calls)
+        fields["tool_calls"] = non_tensor(calls)
     extra = {key: value for key, value in message.items() if key not in _OWN_FIELDS}
     if "tool_calls" in message and not _come_back(calls):
         extra["tool_calls"] = calls
     if extra or "content" not in message:
-        fields["extra"] = NonTensorData(extra)
+        fields["extra"] = non_tensor(extra)
     return TensorDict(fields)
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 from tqdm import tqdm
 
 from torchrl_trl_bridge.buffers import rows
 from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.compat.tensordict import non_tensor
 from torchrl_trl_bridge.messages import messages_to_history
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class _Importer:
         return leaves
 
     def _kept(self, value: Any) -> Any:
-        return messages_to_history(value) if self.conversational else NonTensorData(value)
+        return messages_to_history(value) if self.conversational else non_tensor(value)
 
     # Tokens
 

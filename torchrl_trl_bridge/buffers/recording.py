@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from torchrl_trl_bridge.buffers import rows
 from torchrl_trl_bridge.compat import torchrl as compat
+from torchrl_trl_bridge.compat.tensordict import non_tensor
 from torchrl_trl_bridge.compat.torch import world
 from torchrl_trl_bridge.compat.trl import TrainerAtWork, trainer_at_work
 from torchrl_trl_bridge.scoring import Reward, RewardFunctions
@@ -218,7 +219,7 @@ def _row(record: dict[str, Any]) -> TensorDict:
     texts = {"prompt": record["prompt_text"], "response": record["completion_text"]}
     whole = None if None in texts.values() else texts["prompt"] + texts["response"]
     leaves: dict[str, Any] = {
-        "group_id": NonTensorData(record["group_id"]),
+        "group_id": non_tensor(record["group_id"]),
         "rewards": TensorDict({name: _reward(value) for name, value in record["rewards"].items()}),
     }
     if any(part is not None for part in texts.values()):
@@ -233,7 +234,7 @@ def _row(record: dict[str, Any]) -> TensorDict:
         after["history"] = rows.history(prompt=parts["full"], cut_off=("prompt",) if cut_off else ())
     leaves |= rows.tokens(prompt=record["prompt_ids"], response=record["completion_ids"])
     for time, done in ((leaves, False), (after, True)):
-        time["query"] = NonTensorData(_query(prompt))
+        time["query"] = non_tensor(_query(prompt))
         time["done"] = torch.tensor([done])
         time["truncated"] = torch.tensor([done and ended is False])
         time["terminated"] = torch.tensor([done and ended is not False])

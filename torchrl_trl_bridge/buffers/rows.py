@@ -6,11 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
 from torchrl_trl_bridge.compat import torchrl as compat
-from torchrl_trl_bridge.compat.tensordict import MetaData
+from torchrl_trl_bridge.compat.tensordict import MetaData, non_tensor
 from torchrl_trl_bridge.messages import messages_to_history
 
 RESERVED = frozenset(
@@ -23,7 +23,7 @@ RESERVED = frozenset(
 def text(**parts: str | None) -> Any:
     """A ``Text`` of the parts ``prompt``, ``response`` and ``full``; what is None is left out."""
     return Text.from_tensordict(
-        TensorDict({name: NonTensorData(part) for name, part in parts.items() if part is not None})
+        TensorDict({name: non_tensor(part) for name, part in parts.items() if part is not None})
     )
 
 
@@ -80,4 +80,4 @@ def leaf(value: Any) -> Any:
         return torch.tensor(value, dtype=torch.long)
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
-    return NonTensorData(value)
+    return non_tensor(value)
