@@ -69,7 +69,7 @@ _checked = False
 
 
 def _check_versions() -> None:
-    """Checks what is installed, when the first public name is loaded: too early would be an import that does nothing."""
+    """Checks what is installed, when the first public name is loaded."""
     global _checked
     if not _checked:
         from torchrl_trl_bridge.compat.versions import check

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from torchrl.modules.llm import TransformersWrapper
 from tqdm import tqdm
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
-from torchrl_trl_bridge import HFRewardModelWrapper, TorchRLBufferDataset
+from torchrl_trl_bridge import HFRewardModelWrapper, TorchRLBufferDataset, __version__, compat
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 LIBRARIES = ("torchrl-trl-bridge", "torchrl", "trl", "torch", "tensordict", "transformers", "datasets", "accelerate")
@@ -103,7 +102,8 @@ class Stages:
 def run(*, model: str | None, steps: int, seed: int, out: Path) -> int:
     """Do the job, write ``reward.png`` and ``summary.json`` to ``out``; the result is the exit status."""
     out.mkdir(parents=True, exist_ok=True)
-    versions = {name: version(name) for name in LIBRARIES}
+    installed = {"torchrl-trl-bridge": __version__, **compat.versions()}
+    versions = {name: installed[name] for name in LIBRARIES}
     console.print("[bold]" + " · ".join(f"{name} {versions[name]}" for name in LIBRARIES[:4]) + "[/bold]")
     with tempfile.TemporaryDirectory() as scratch, _without_chatter():
         try:

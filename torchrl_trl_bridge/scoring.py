@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrl_trl_bridge.compat.transformers import saved_as
+
 Reward = float | None
 
 
@@ -106,9 +108,7 @@ def _weighted(rewards: Sequence[Reward], weights: Sequence[float]) -> Reward:
 def name_of(function: Any) -> str:
     """The name under which a trainer logs a reward function."""
     if isinstance(function, nn.Module):
-        return str(getattr(getattr(function, "config", None), "_name_or_path", "") or type(function).__name__).split(
-            "/"
-        )[-1]
+        return (saved_as(function) or type(function).__name__).split("/")[-1]
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
@@ -143,7 +143,7 @@ def _tokenizer_of(function: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(config._name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(saved_as(function))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     # The model finds the last token of a row by this id.

@@ -17,6 +17,7 @@ from torchrl_trl_bridge.buffers.trainers import check_evaluation, check_exhauste
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.datasets import ExamplesIterable, UnshuffledStream, dataset_of_table
 from torchrl_trl_bridge.compat.torch import fork_workers_of
+from torchrl_trl_bridge.compat.trl import say_what_to_write_instead
 from torchrl_trl_bridge.rollouts import Column
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ SNAPSHOT_ROWS = 4096
 def stream(dataset: TorchRLBufferDataset) -> datasets.IterableDataset:
     """A live view: see `TorchRLBufferDataset.as_hf_dataset`."""
     fork_workers_of(UnshuffledStream)
+    say_what_to_write_instead(UnshuffledStream)
     return BufferStream(_BufferExamples(dataset))
 
 
@@ -61,10 +63,10 @@ class BufferStream(UnshuffledStream):
     @property
     def features(self) -> datasets.Features | None:
         self._check_user()
-        examples = getattr(self, "_ex_iterable", None)
-        if self._info.features is None and isinstance(examples, _BufferExamples):
-            self._info.features = examples.features
-        return self._info.features
+        examples = self.source
+        if self.stated_features is None and isinstance(examples, _BufferExamples):
+            self.stated_features = examples.features
+        return self.stated_features
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """As ``datasets.IterableDataset.map``: the first thing that some trainers do with a dataset."""
@@ -72,7 +74,7 @@ class BufferStream(UnshuffledStream):
         return super().map(*args, **kwargs)
 
     def _check_user(self) -> None:
-        examples = getattr(self, "_ex_iterable", None)
+        examples = self.source
         if isinstance(examples, _BufferExamples):
             check_user(examples.dataset, examples.checked)
 

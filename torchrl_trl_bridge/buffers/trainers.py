@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,7 @@ def check_trainer(dataset: TorchRLBufferDataset, trainer_class: type, args: Any,
     needs = compat.needs_of(trainer_class)
     name = trainer_class.__name__
     if streaming and not compat.takes_streams(trainer_class):
-        raise ValueError(
-            f"{name} of trl {importlib.metadata.version('trl')} takes no iterable dataset. Give it a snapshot: "
-            "as_hf_dataset(streaming=False)."
-        )
+        raise ValueError(compat.refusal_of_streams(name))
     columns = list(dataset.peek())
     text_field = getattr(args, "dataset_text_field", None)  # of SFT
     alternatives = needs.columns + (((text_field,),) if text_field else ())

@@ -57,6 +57,20 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
     What is derived from it by ``map`` and the like is one too.
     """
 
+    @property
+    def source(self) -> Any:
+        """Where the rows come from; None while a stream is being made."""
+        return getattr(self, "_ex_iterable", None)
+
+    @property
+    def stated_features(self) -> datasets.Features | None:
+        """The features that the stream was given (datasets 3.0 to 5.2 keep them as a private field)."""
+        return self._info.features
+
+    @stated_features.setter
+    def stated_features(self, features: datasets.Features | None) -> None:
+        self._info.features = features
+
     def shuffle(self, *args: Any, **kwargs: Any) -> UnshuffledStream:
         """Returns the stream itself. ``datasets`` would hold back 1000 rows, on which the policy then trains late."""
         return self

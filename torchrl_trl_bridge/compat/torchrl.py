@@ -55,6 +55,8 @@ __all__ = [
     "run_beside",
     "sample",
     "sample_seeded",
+    "score_step",
+    "scores_steps",
     "sent_parts",
     "set_content",
     "set_state",
@@ -419,6 +421,16 @@ def _global_generator(sampler: Any, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def scores_steps(transform: Any) -> bool:
+    """Whether this is a transform that scores a step, as TorchRL's reward parsers do."""
+    return callable(getattr(transform, "_step", None)) and hasattr(transform, "set_container")
+
+
+def score_step(transform: Any, before: Any, after: Any) -> Any:
+    """What a transform makes of a step. Its method for that is private: environments call it (torchrl 0.11 to 0.14)."""
+    return transform._step(before, after)
 
 
 # Saving: TorchRL's own `dumps` and `state_dict` lose what is no tensor (0.11 to 0.14), so that the parts are read here.

@@ -53,6 +53,11 @@ def inner_model(model: nn.Module) -> nn.Module:
     return unwrap() if callable(unwrap) else model
 
 
+def saved_as(model: nn.Module) -> str:
+    """The path or hub id that a model was loaded from, "" if it was not (private, transformers 4.56 to 5.24)."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+
+
 def config_of(model: nn.Module) -> Any:
     """The model's config, or None."""
     return getattr(inner_model(model), "config", None)

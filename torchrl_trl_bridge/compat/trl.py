@@ -22,6 +22,8 @@ __all__ = [
     "generation_batch",
     "is_known",
     "needs_of",
+    "refusal_of_streams",
+    "say_what_to_write_instead",
     "takes_streams",
     "token_names_of_pairs",
     "trainer_at_work",
@@ -104,6 +106,41 @@ def takes_streams(trainer_class: type) -> bool:
     if not hasattr(module, "IterableDataset"):
         return False
     return base.__name__ not in _REPEAT_PROMPTS or hasattr(module, "repeat_iterable_dataset")
+
+
+def say_what_to_write_instead(stream_type: type) -> None:
+    """Lets GRPO and RLOO say what to write where they refuse a stream of this type (before TRL 1.9).
+
+    They refuse it in their first lines, before they touch it, with "Please use a standard dataset instead": so their
+    ``__init__`` is wrapped, which adds the one-line change to that error and does nothing else. Only trainers that are
+    imported, and that refuse streams, are wrapped. Can go when TRL 1.8 leaves the matrix.
+    """
+    for name in ("GRPOTrainer", "RLOOTrainer"):
+        module = sys.modules.get(f"trl.trainer.{name.removesuffix('Trainer').lower()}_trainer")
+        trainer_class: Any = getattr(module, name, None)
+        if trainer_class is None or "_refusal_explained" in vars(trainer_class) or takes_streams(trainer_class):
+            continue
+        trainer_class.__init__ = _explaining(trainer_class.__init__, name, stream_type)
+        trainer_class._refusal_explained = True
+
+
+def _explaining(original: Any, name: str, stream_type: type) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            original(self, *args, **kwargs)
+        except NotImplementedError as error:
+            if not any(isinstance(value, stream_type) for value in (*args, *kwargs.values())):
+                raise
+            raise NotImplementedError(refusal_of_streams(name)) from error
+
+    return __init__
+
+
+def refusal_of_streams(trainer: str) -> str:
+    """What to write where a trainer takes no stream."""
+    version = importlib.metadata.version("trl")
+    return f"{trainer} of trl {version} takes no iterable dataset. Give it a snapshot: as_hf_dataset(streaming=False)."
 
 
 @functools.cache

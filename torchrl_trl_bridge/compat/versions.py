@@ -48,8 +48,8 @@ class Finding:
     name: str
     version: str | None
     status: str
-    """``"tested"``: its minor release is in a tested set. ``"untested"``: it lies between such. ``"newer"``: than all of
-    them. ``"older"``: than the first supported one. ``"unknown"``: it does not say. ``"missing"``: not installed."""
+    """``"tested"``: its minor release is in a tested set. ``"untested"``: it lies between such. ``"newer"``: than all
+    of them. ``"older"``: than the first supported one. ``"unknown"``: it does not say. ``"missing"``: not installed."""
 
 
 def versions() -> dict[str, str | None]:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import nn
 
+from torchrl_trl_bridge.compat.transformers import saved_as
 from torchrl_trl_bridge.compat.trl import arguments_of_reward_functions
 from torchrl_trl_bridge.rewards.completions import read_completions
 from torchrl_trl_bridge.rewards.model import HFRewardModelWrapper
@@ -162,7 +163,7 @@ def _as_callable(function: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(function.config._name_or_path)  # type: ignore[union-attr]
+        tokenizer = AutoTokenizer.from_pretrained(saved_as(function))
     return _ModelFunction(function, tokenizer)
 
 

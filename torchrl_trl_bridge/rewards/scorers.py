@@ -11,6 +11,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
+from torchrl_trl_bridge.compat.torchrl import score_step, scores_steps
 from torchrl_trl_bridge.messages import messages_to_history
 from torchrl_trl_bridge.rewards.text import path_of
 from torchrl_trl_bridge.rollouts import Path, read_columns
@@ -85,7 +86,7 @@ class _RewardFunction:
         self._scorer: _Module | _Transform
         if isinstance(scorer, TensorDictModuleBase):
             self._scorer = _Module(scorer)
-        elif callable(getattr(scorer, "_step", None)) and hasattr(scorer, "set_container"):
+        elif scores_steps(scorer):
             self._scorer = _Transform(scorer, tokenizer)
         else:
             raise TypeError(
@@ -294,7 +295,7 @@ class _Transform:
         before = offer.make([*parts, *paths, *columns])
         after = offer.make(columns)
         try:
-            after = transform._step(before, after)
+            after = score_step(transform, before, after)
         except Exception as error:
             missing = offer.missing(paths)
             if missing:

@@ -1,0 +1,81 @@
+"""What the installed versions lack: a test for it is skipped, and the table of `make matrix` counts the reasons."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _has_trl_interop() -> bool:
+    return importlib.util.find_spec("torchrl.modules.llm.trl_interop") is not None
+
+
+def _has_sampler(name: str) -> Callable[[], bool]:
+    return lambda: hasattr(_module("torchrl.data.replay_buffers"), name)
+
+
+def _has_json() -> bool:
+    return hasattr(_module("datasets"), "Json")
+
+
+def _streams(trainer: str) -> Callable[[], bool]:
+    def ask() -> bool:
+        from torchrl_trl_bridge.compat.trl import takes_streams
+
+        return takes_streams(getattr(_module("trl"), trainer))
+
+    return ask
+
+
+def _has_extension() -> bool:
+    try:
+        _module("torchrl._torchrl")
+    except ImportError:
+        return False
+    return True
+
+
+# By name: the question, and the reason for a skip.
+FEATURES: dict[str, tuple[Callable[[], bool], str]] = {
+    "trl_interop": (_has_trl_interop, "torchrl has trl_interop, the oracle, from 0.14 on"),
+    "ConsumingSampler": (_has_sampler("ConsumingSampler"), "torchrl has ConsumingSampler from 0.14 on"),
+    "StalenessAwareSampler": (_has_sampler("StalenessAwareSampler"), "torchrl has StalenessAwareSampler from 0.12 on"),
+    "Json": (_has_json, "datasets has Json from 4.7 on"),
+    "streams in GRPO": (_streams("GRPOTrainer"), "GRPO and RLOO take streams from trl 1.9 on"),
+    "streams in KTO": (_streams("KTOTrainer"), "KTO takes streams from trl 1.8 on"),
+    "extension": (_has_extension, "TorchRL's C++ extension does not load with this torch"),
+}
+
+
+@functools.cache
+def has(feature: str) -> bool:
+    """Whether what is installed has a feature."""
+    return FEATURES[feature][0]()
+
+
+def needs(feature: str) -> pytest.MarkDecorator:
+    """Marks a test that needs a feature."""
+    return pytest.mark.skipif(not has(feature), reason=FEATURES[feature][1])
+
+
+def skip_without(feature: str) -> None:
+    """Skips the test, or the module, that calls it."""
+    if not has(feature):
+        pytest.skip(FEATURES[feature][1], allow_module_level=True)
+
+
+def optional(module: str, name: str) -> Any:
+    """A name that some releases lack, or None: for the parameters of tests that skip without it."""
+    try:
+        return getattr(_module(module), name)
+    except (ImportError, AttributeError):
+        return None
