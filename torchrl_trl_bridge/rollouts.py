@@ -6,7 +6,7 @@ with one value a row. Nothing is stacked, padded or copied here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,24 @@ VALUE: Path = ("value",)
 """Where the rows of a buffer without keys go: TorchRL's own word for what a storage holds."""
 
 
+class FreshRows(Sequence[torch.Tensor]):
+    """Rows that are the parts of one flat tensor which was made for this batch: there is no need to copy them again."""
+
+    def __init__(self, flat: torch.Tensor, lengths: list[int]) -> None:
+        self.flat = flat
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        # Cut when they are asked for: 100,000 tensors weigh 40 MiB, whatever is in them.
+        return iter(self.flat.split_with_sizes(self.lengths))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
 @dataclass
 class Column:
     """The values of one leaf for all rows of a batch.
@@ -36,16 +54,8 @@ class Column:
     holds nothing. ``metadata`` marks values that belong to the batch, not to a row.
     """
 
-    values: torch.Tensor | list[Any]
+    values: torch.Tensor | list[Any] | FreshRows
     metadata: bool = False
-
-
-class FreshRows(list[Any]):
-    """Rows that are the parts of one flat tensor which was made for this batch: there is no need to copy them again."""
-
-    def __init__(self, flat: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
-        super().__init__(rows)
-        self.flat = flat
 
 
 @dataclass

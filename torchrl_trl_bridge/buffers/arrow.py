@@ -15,7 +15,7 @@ from torchrl_trl_bridge.buffers.flattening import own
 from torchrl_trl_bridge.compat.datasets import HAS_JSON, item_of, list_of
 from torchrl_trl_bridge.rollouts import Column, FreshRows
 
-Values = torch.Tensor | list[Any]
+Values = torch.Tensor | list[Any] | FreshRows
 
 _PYTHON_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string"}
 
@@ -86,7 +86,10 @@ def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedAr
     """
     present = [column.values for column, _ in chunks if len(column.values)]
     dense = [values for values in present if isinstance(values, torch.Tensor)]
-    if len(dense) == len(present) and len({(values.dtype, values.dim()) for values in dense}) == 1:
+    flat = [values.flat.dtype for values in present if isinstance(values, FreshRows)]
+    if len(flat) == len(present) and len(set(flat)) == 1:
+        feature = _tensor_feature(flat[0], 1)
+    elif len(dense) == len(present) and len({(values.dtype, values.dim()) for values in dense}) == 1:
         feature = feature_of(name, dense[0])
     else:
         feature = feature_of(name, [value for values in present for value in _listed(values)])
@@ -105,12 +108,14 @@ def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedAr
 
 
 def _listed(values: Values) -> list[Any]:
-    return list(values.unbind(0)) if isinstance(values, torch.Tensor) else values
+    return list(values.unbind(0) if isinstance(values, torch.Tensor) else values)
 
 
 def _array(values: Values, feature: Any, type_: pa.DataType) -> pa.Array:
     if isinstance(values, torch.Tensor):
         return _dense_array(values)
+    if isinstance(values, FreshRows):
+        return _list_array(values.lengths, _flat(values.flat))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors and all(value.dim() == 1 for value in tensors):
         return _ragged_array(values, tensors)
@@ -132,8 +137,7 @@ def _dense_array(tensor: torch.Tensor) -> pa.Array:
 
 
 def _ragged_array(values: list[Any], tensors: list[torch.Tensor]) -> pa.Array:
-    flat = values.flat if isinstance(values, FreshRows) else torch.cat(tensors)
-    return _list_array([0 if value is None else len(value) for value in values], _flat(flat), values)
+    return _list_array([0 if value is None else len(value) for value in values], _flat(torch.cat(tensors)), values)
 
 
 def _list_array(lengths: Any, items: pa.Array, values: list[Any] | None = None) -> pa.Array:

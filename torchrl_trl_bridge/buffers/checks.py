@@ -59,7 +59,7 @@ def _may_be_a_column(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], dict)
 
 
-def _identity(value: list[Any]) -> tuple[int, ...]:
+def _identity(value: Any) -> tuple[int, ...]:
     # Some storages copy the list for each row, with the items that it has. A few of these tell lists apart.
     return len(value), *(id(value[place * (len(value) - 1) // 7]) for place in range(8))
 

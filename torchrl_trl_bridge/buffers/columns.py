@@ -216,7 +216,7 @@ class ColumnPlan:
 # Rows
 
 
-def row_sums(values: torch.Tensor | list[Any], path: Path) -> list[float]:
+def row_sums(values: torch.Tensor | Sequence[Any], path: Path) -> list[float]:
     """The sum of each row of a column of rewards: ``[B]``, ``[B, 1]``, ``[B, T, 1]``, or ragged.
 
     Raises:
@@ -272,7 +272,7 @@ def _default_label(leaves: Leaves) -> KeySelection:
     return KeySelection([next((path for path in _LABELS if path in leaves), _LABELS[-1])])
 
 
-def _dtypes(values: torch.Tensor | list[Any]) -> set[Any]:
+def _dtypes(values: torch.Tensor | Sequence[Any]) -> set[Any]:
     if isinstance(values, torch.Tensor):
         return {values.dtype}
     return {value.dtype if isinstance(value, torch.Tensor) else type(value) for value in values}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchrl_trl_bridge.rollouts import Column
+from torchrl_trl_bridge.rollouts import Column, FreshRows
 
 _ALIGNMENT = 16  # bytes; no dtype needs more
 
@@ -50,7 +50,7 @@ def unpack(message: torch.Tensor) -> tuple[dict[str, Any], dict[str, Column] | N
 
 
 def _pack_column(name: str, column: Column, parts: list[torch.Tensor]) -> tuple[Any, ...]:
-    values = column.values
+    values = list(column.values) if isinstance(column.values, FreshRows) else column.values
     if isinstance(values, torch.Tensor) and values.is_nested:
         values = list(values.unbind())
     if isinstance(values, torch.Tensor):

@@ -15,7 +15,7 @@ import torch
 from torchrl_trl_bridge.buffers.flattening import flat_name
 from torchrl_trl_bridge.rollouts import Column, FreshRows, Path
 
-Values = torch.Tensor | list[Any]
+Values = torch.Tensor | list[Any] | FreshRows
 
 IGNORED_LABEL = -100
 """The label of a token that is not trained on, throughout Hugging Face and PyTorch."""
@@ -39,12 +39,9 @@ def lengths_of(values: Values) -> list[int]:
     """The number of elements of each row."""
     if isinstance(values, torch.Tensor):
         return [values.shape[1]] * len(values)
+    if isinstance(values, FreshRows):
+        return values.lengths
     return list(map(len, values))
-
-
-def rows_of(flat: torch.Tensor, lengths: list[int]) -> FreshRows:
-    """A flat tensor, made for this batch, as rows."""
-    return FreshRows(flat, flat.split_with_sizes(lengths))
 
 
 class Tokens:
@@ -90,7 +87,7 @@ class Tokens:
 
     def keep(self, values: Values) -> Values:
         """What belongs to the kept tokens, of what is as long as the stored ones."""
-        return values if self.kept is None else rows_of(select(flat_of(values), self.kept), self.lengths)
+        return values if self.kept is None else FreshRows(select(flat_of(values), self.kept), self.lengths)
 
     def mask_after(self, prompts: list[int]) -> FreshRows:
         """A mask that is 1 after the prompt of each row (int8).
@@ -110,20 +107,20 @@ class Tokens:
         if self.kept is not None:
             parts = np.asarray(_segment_sums(self.kept, parts))
         flat = np.repeat(np.tile(np.array([0, 1], dtype=np.int8), len(prompts)), parts)
-        return rows_of(torch.from_numpy(flat).to(self.stored[0].device), self.lengths)
+        return FreshRows(torch.from_numpy(flat).to(self.stored[0].device), self.lengths)
 
     def labels(self, masks: Sequence[Values]) -> FreshRows:
         """The ids, -100 wherever one of the masks is 0."""
         labels = flat_of(self.ids).clone()
         for mask in masks:
             labels.masked_fill_(flat_of(mask) == 0, IGNORED_LABEL)
-        return rows_of(labels, self.lengths)
+        return FreshRows(labels, self.lengths)
 
 
 def integers(mask: Values) -> Values:
     """A mask of booleans as one of integers (int8, which shares its memory)."""
     if isinstance(mask, FreshRows):
-        return rows_of(mask.flat.view(torch.int8), list(map(len, mask))) if mask.flat.dtype == torch.bool else mask
+        return FreshRows(mask.flat.view(torch.int8), mask.lengths) if mask.flat.dtype == torch.bool else mask
     if isinstance(mask, torch.Tensor):
         return mask.view(torch.int8) if mask.dtype == torch.bool else mask
     return [row.view(torch.int8) if row.dtype == torch.bool else row for row in mask]

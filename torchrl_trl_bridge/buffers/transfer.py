@@ -31,14 +31,16 @@ def to_rows(
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def _row_values(values: torch.Tensor | list[Any], device: torch.device | None, scalars: bool, copy: bool) -> list[Any]:
+def _row_values(
+    values: torch.Tensor | list[Any] | FreshRows, device: torch.device | None, scalars: bool, copy: bool
+) -> list[Any]:
     if isinstance(values, torch.Tensor):
         return _split((values.clone() if copy else _dense(values)).to(device=device), scalars)
     if isinstance(values, FreshRows) and not copy and device is None:
-        return values
+        return list(values)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if len(tensors) == len(values):
-        return _join(values, device, scalars)
+        return _join(tensors, device, scalars)
     if not tensors:
         return [own(value) for value in values]
     joined = iter(_join(tensors, device, scalars))
