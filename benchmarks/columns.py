@@ -92,14 +92,17 @@ def snapshot(name: str, replay_buffer: ReplayBuffer) -> None:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     table = dataset.as_hf_dataset(streaming=False)
-    elapsed = time.perf_counter() - started
+    elapsed, worked = time.perf_counter() - started, time.process_time() - worked
     done.set()
     thread.join()
     size = table.data.nbytes / 2**20
     new = max(peak[0], resident()) - before
-    print(f"{name:<42}{elapsed:>8.2f} s, {new:,.0f} MiB at most for {size:,.0f} MiB of data: {new / size:.2f} times")
+    print(
+        f"{name:<18}{elapsed:>6.2f} s ({worked:.2f} s of a processor), at most {new:,.0f} MiB of new memory for "
+        f"{size:,.0f} MiB of data: {new / size:.2f} times"
+    )
 
 
 def main() -> None:
@@ -132,8 +135,8 @@ def snapshot_alone(padding: int) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     if len(sys.argv) > 1:
         snapshot_alone(int(sys.argv[1]))
     else:
-        torch.set_num_threads(1)
         main()
