@@ -36,6 +36,12 @@ def _streams(trainer: str) -> Callable[[], bool]:
     return ask
 
 
+def _has_plain_names() -> bool:
+    from torchrl_trl_bridge.compat.trl import token_names_of_pairs
+
+    return token_names_of_pairs()[0] == "chosen_ids"
+
+
 def _has_extension() -> bool:
     try:
         _module("torchrl._torchrl")
@@ -50,6 +56,7 @@ FEATURES: dict[str, tuple[Callable[[], bool], str]] = {
     "ConsumingSampler": (_has_sampler("ConsumingSampler"), "torchrl has ConsumingSampler from 0.14 on"),
     "StalenessAwareSampler": (_has_sampler("StalenessAwareSampler"), "torchrl has StalenessAwareSampler from 0.12 on"),
     "Json": (_has_json, "datasets has Json from 4.7 on"),
+    "plain names of tokens": (_has_plain_names, "RewardTrainer reads chosen_ids from trl 0.29 on"),
     "streams in GRPO": (_streams("GRPOTrainer"), "GRPO and RLOO take streams from trl 1.9 on"),
     "streams in KTO": (_streams("KTOTrainer"), "KTO takes streams from trl 1.8 on"),
     "extension": (_has_extension, "TorchRL's C++ extension does not load with this torch"),
@@ -73,9 +80,34 @@ def skip_without(feature: str) -> None:
         pytest.skip(FEATURES[feature][1], allow_module_level=True)
 
 
-def optional(module: str, name: str) -> Any:
-    """A name that some releases lack, or None: for the parameters of tests that skip without it."""
-    try:
-        return getattr(_module(module), name)
-    except (ImportError, AttributeError):
-        return None
+def sampler_class(name: str) -> Any:
+    """A sampler of TorchRL, or None where this release has none of that name."""
+    return getattr(_module("torchrl.data.replay_buffers"), name, None)
+
+
+def sampler_param(name: str) -> Any:
+    """A sampler as a parameter of tests, which are skipped where this release has none of that name."""
+    return pytest.param(sampler_class(name), marks=needs(name), id=name)
+
+
+def trl_class(name: str) -> Any:
+    """A trainer or configuration of TRL, wherever this release keeps it, or None if it has none of that name."""
+    package = name.removesuffix("Trainer").removesuffix("Config").lower()
+    for module in ("trl", f"trl.experimental.{package}"):
+        try:
+            return getattr(_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+def needs_trl_class(name: str) -> pytest.MarkDecorator:
+    """Marks a test of a trainer that a release of TRL may lack."""
+    return pytest.mark.skipif(trl_class(name) is None, reason=f"this trl has no {name}")
+
+
+def takes_streams(trainer_class: type) -> bool:
+    """Whether a trainer of the installed TRL trains from a stream, for tests of what it does where it does not."""
+    from torchrl_trl_bridge.compat.trl import takes_streams
+
+    return takes_streams(trainer_class)

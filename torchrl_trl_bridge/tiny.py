@@ -11,12 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 _SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 
-# ChatML. The generation markers tell TorchRL and TRL which tokens are the assistant's.
+# ChatML. The generation markers tell TorchRL and TRL which tokens are the assistant's; TorchRL up to 0.12 takes no
+# template without just these, and then one of its own.
 _CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+    {%- if message['role'] == 'assistant' %}{% generation %}
+        {{- message['content'] + '<|im_end|>' }}{% endgeneration %}
     {%- else %}
         {{- message['content'] + '<|im_end|>' }}
     {%- endif %}

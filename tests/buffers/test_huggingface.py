@@ -24,6 +24,7 @@ from torchrl.data import (
 from torchrl.data.llm import History
 from torchrl.data.replay_buffers import RandomSampler
 
+from tests.features import has, needs
 from torchrl_trl_bridge import TorchRLBufferDataset
 
 CHATS = [
@@ -246,11 +247,13 @@ def test_a_snapshot_and_a_stream_have_the_same_features(collected: ReplayBuffer)
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+@needs("Json")
 def test_messages_keep_the_keys_that_they_had(storage: type) -> None:
     snapshot = TorchRLBufferDataset(chats(storage), 4).as_hf_dataset(streaming=False)
     assert list(snapshot["messages"]) == CHATS
 
 
+@needs("Json")
 def test_histories_keep_the_keys_that_they_had() -> None:
     replay_buffer = ReplayBuffer(storage=LazyStackStorage(10))
     stored = [chat[:2] for chat in CHATS[:2]]
@@ -259,6 +262,21 @@ def test_histories_keep_the_keys_that_they_had() -> None:
     assert list(TorchRLBufferDataset(replay_buffer, 4).as_hf_dataset(streaming=False)["chat"]) == stored
 
 
+def test_where_datasets_has_no_json_lacking_keys_come_as_none() -> None:
+    """As in any ``datasets.Dataset`` of such a release."""
+    if has("Json"):
+        pytest.skip("datasets has Json, which keeps the keys")
+    snapshot = TorchRLBufferDataset(chats(ListStorage), 4).as_hf_dataset(streaming=False)
+    given = [[{key: value for key, value in turn.items() if value is not None} for turn in chat] for chat in CHATS]
+    rows = list(snapshot["messages"])
+    assert [
+        [{key: turn[key] for key in kept} for turn, kept in zip(*pair, strict=True)]
+        for pair in zip(rows, given, strict=True)
+    ] == given
+    assert all(set(turn) == {key for chat in CHATS for turn in chat for key in turn} for chat in rows for turn in chat)
+
+
+@needs("Json")
 def test_python_values_come_back_as_they_were() -> None:
     rows: list[dict[str, Any]] = [
         {"s": "4", "n": 1, "mixed": "4", "d": {"a": 1}, "l": ["x"], "e": []},

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, ListStorage, ReplayBuffer
 
+from tests.features import has, needs
 from torchrl_trl_bridge import TorchRLBufferDataset, extend_from_dataset
 from torchrl_trl_bridge.tiny import tiny_tokenizer
 
@@ -81,7 +82,7 @@ CASES = [
 def mapped(rows: list[dict[str, Any]]) -> datasets.Dataset:
     """The keys of messages differ from row to row, which `Json` keeps as they are."""
     columns = {key for row in rows for key in row}
-    json_columns = {key for key in columns if any(isinstance(row[key], list) for row in rows)}
+    json_columns = {key for key in columns if has("Json") and any(isinstance(row[key], list) for row in rows)}
     values = {key: [row[key] for row in rows] for key in sorted(columns)}
     features = datasets.Features(
         {
@@ -108,6 +109,7 @@ def read(replay_buffer: ReplayBuffer, columns: Any) -> list[dict[str, Any]]:
     return [dict(row) for row in rows]
 
 
+@needs("Json")  # without it a snapshot fills the keys that a message lacks
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
 @pytest.mark.parametrize("make", [mapped, streamed])
 @pytest.mark.parametrize(("name", "rows"), CASES)

@@ -14,6 +14,7 @@ from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer
 from torchrl.data.llm import History
 
 from torchrl_trl_bridge import PreferencePairs, TorchRLBufferDataset
+from torchrl_trl_bridge.compat.trl import token_names_of_pairs
 
 NAN = float("nan")
 WAITING = {"unfinished_groups": 0, "waiting_rollouts": 0}
@@ -179,7 +180,8 @@ def test_token_ids_lose_their_padding() -> None:
 
     pairs = PreferencePairs(2, prompt_key=("tokens", "prompt"), reward_key="reward")
     (pair,) = written(pairs, lazy_stack([row(1, [1, 2], 2, 0.0)]), lazy_stack([row(4, [3], 0, 1.0)]))
-    assert pair == {"chosen_ids": [7, 8, 3], "rejected_ids": [7, 8, 1, 2], "margin": 1.0}
+    chosen, rejected = token_names_of_pairs()
+    assert pair == {chosen: [7, 8, 3], rejected: [7, 8, 1, 2], "margin": 1.0}
 
 
 def test_errors() -> None:

@@ -21,13 +21,16 @@ from torchrl.data import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
-from torchrl.data.replay_buffers import ConsumingSampler, RandomSampler
+from torchrl.data.replay_buffers import RandomSampler
 
+from tests.features import needs, sampler_class
 from tests.processes import run_ranks
 from torchrl_trl_bridge import TorchRLBufferDataset
 from torchrl_trl_bridge.buffers.packing import pack, unpack
 from torchrl_trl_bridge.buffers.ranks import MESSAGES_AHEAD
 from torchrl_trl_bridge.rollouts import Column
+
+ConsumingSampler = sampler_class("ConsumingSampler")
 
 
 class CountingSampler(RandomSampler):
@@ -132,6 +135,7 @@ def _look_at_consumed(rank: int) -> Any:
     return [row["s"] for row in dataset]
 
 
+@needs("ConsumingSampler")
 def test_a_look_loses_no_row() -> None:
     first, second = run_ranks(_look_at_consumed, 2)
     assert first == second

@@ -29,8 +29,8 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.llm import History
-from torchrl.data.replay_buffers import ConsumingSampler
 
+from tests.features import sampler_param
 from torchrl_trl_bridge import load_buffer, save_buffer
 
 LISTS = [ListStorage, LazyStackStorage]
@@ -209,7 +209,7 @@ def test_any_python_value_comes_back(tmp_path: Path, values: list[Any]) -> None:
 # State
 
 
-@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement, ConsumingSampler])
+@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement, sampler_param("ConsumingSampler")])
 @pytest.mark.parametrize("storage", [*LISTS, LazyTensorStorage])
 def test_draws_go_on_as_they_would_have(sampler: type | None, storage: type, tmp_path: Path) -> None:
     def make(seed: int) -> ReplayBuffer:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from torchrl_trl_bridge.buffers.flattening import own
-from torchrl_trl_bridge.compat.datasets import HAS_JSON, item_of, list_of
+from torchrl_trl_bridge.compat.datasets import HAS_JSON, feature_of_arrow_type, item_of, list_of
 from torchrl_trl_bridge.rollouts import Column, FreshRows
 
 Values = torch.Tensor | list[Any] | FreshRows
@@ -25,7 +25,7 @@ def feature_of(name: str, values: Values) -> Any:
 
     Tensors give (nested lists of) their dtype, bfloat16 gives float32. Python values of one type give that type.
     Dictionaries that hold strings under the same keys, as plain messages do, give a struct; others ``datasets.Json``,
-    which keeps the keys of each row.
+    which keeps the keys of each row; where ``datasets`` has none, a struct of all keys.
     """
     if isinstance(values, torch.Tensor):
         return _tensor_feature(values.dtype, values.dim() - 1)
@@ -64,8 +64,10 @@ def _python_feature(present: list[Any]) -> Any:
         return {name: datasets.Value("string") for name in names}
     if HAS_JSON:
         return datasets.Json()
-    # Before datasets 4.7: a struct, in which Arrow fills the keys that a row lacks with None.
-    return datasets.features.features.generate_from_arrow_type(pa.array([own(value) for value in present]).type)
+    # Without Json: a struct, in which Arrow fills the keys that a row lacks with None; sets it would make lists.
+    for value in present:
+        json.dumps(_with_string_keys(value))
+    return feature_of_arrow_type(pa.array([own(value) for value in present]).type)
 
 
 def _names_of_strings(values: list[dict[Any, Any]]) -> tuple[str, ...]:
@@ -87,14 +89,14 @@ def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedAr
     present = [column.values for column, _ in chunks if len(column.values)]
     dense = [values for values in present if isinstance(values, torch.Tensor)]
     flat = [values.flat.dtype for values in present if isinstance(values, FreshRows)]
-    if len(flat) == len(present) and len(set(flat)) == 1:
-        feature = _tensor_feature(flat[0], 1)
-    elif len(dense) == len(present) and len({(values.dtype, values.dim()) for values in dense}) == 1:
-        feature = feature_of(name, dense[0])
-    else:
-        feature = feature_of(name, [value for values in present for value in _listed(values)])
-    type_ = datasets.Features({name: feature}).arrow_schema.field(name).type
     try:
+        if len(flat) == len(present) and len(set(flat)) == 1:
+            feature = _tensor_feature(flat[0], 1)
+        elif len(dense) == len(present) and len({(values.dtype, values.dim()) for values in dense}) == 1:
+            feature = feature_of(name, dense[0])
+        else:
+            feature = feature_of(name, [value for values in present for value in _listed(values)])
+        type_ = datasets.Features({name: feature}).arrow_schema.field(name).type
         arrays = [
             _array(column.values, feature, type_) if len(column.values) else pa.nulls(size, type_)
             for column, size in chunks

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -13,7 +14,15 @@ import datasets
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.iterable_dataset import _BaseExamplesIterable as ExamplesIterable
 
-__all__ = ["HAS_JSON", "ExamplesIterable", "UnshuffledStream", "dataset_of_table", "item_of", "list_of"]
+__all__ = [
+    "HAS_JSON",
+    "ExamplesIterable",
+    "UnshuffledStream",
+    "dataset_of_table",
+    "feature_of_arrow_type",
+    "item_of",
+    "list_of",
+]
 
 HAS_JSON = hasattr(datasets, "Json")
 """``datasets.Json``, for values whose keys differ between rows, came with datasets 4.7."""
@@ -24,6 +33,11 @@ def list_of(feature: Any) -> Any:
     if not isinstance(feature, dict):
         return datasets.Sequence(feature)
     return datasets.List(feature) if hasattr(datasets, "List") else [feature]
+
+
+def feature_of_arrow_type(type_: Any) -> Any:
+    """The feature of an Arrow type (not exported by ``datasets``, 3.0 to 5.2)."""
+    return datasets.features.features.generate_from_arrow_type(type_)
 
 
 def item_of(feature: Any) -> Any:
@@ -39,11 +53,7 @@ _DERIVING = (
     "cast_column",
     "filter",
     "map",
-    "remove_columns",
-    "rename_column",
-    "rename_columns",
     "repeat",
-    "select_columns",
     "shard",
     "skip",
     "take",
@@ -71,9 +81,126 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
     def stated_features(self, features: datasets.Features | None) -> None:
         self._info.features = features
 
+    # `datasets` keeps the features over these, and then turns each row into what they say: tensors into lists of
+    # numbers, and a number of another type than the first rows had into theirs (datasets 4 to 5.2). Mapped, rows are
+    # passed on as they are.
+
+    def rename_column(self, original_column_name: str, new_column_name: str) -> Any:
+        return self.rename_columns({original_column_name: new_column_name})
+
+    def rename_columns(self, column_mapping: dict[str, str]) -> Any:
+        self._check_columns(column_mapping)
+        names = {name: column_mapping.get(name, name) for name in self.column_names or ()}
+        if len(set(names.values())) < len(names):
+            raise ValueError(f"renaming {column_mapping} gives two columns one name: {list(names.values())}.")
+        return self._passed_on(_Renamed(column_mapping), list(column_mapping), names)
+
+    def remove_columns(self, column_names: str | list[str]) -> Any:
+        removed = [column_names] if isinstance(column_names, str) else list(column_names)
+        self._check_columns(removed)
+        names = {name: name for name in self.column_names or () if name not in removed}
+        return self._passed_on(None, removed, names)
+
+    def select_columns(self, column_names: str | list[str]) -> Any:
+        selected = [column_names] if isinstance(column_names, str) else list(column_names)
+        self._check_columns(selected)
+        removed = [name for name in self.column_names or () if name not in selected]
+        return self._passed_on(_Selected(selected), removed, {name: name for name in selected})
+
+    def _check_columns(self, names: Any) -> None:
+        known = self.column_names
+        if known is not None and (unknown := [name for name in names if name not in known]):
+            raise ValueError(f"the stream has no columns {unknown}. Its columns are {known}.")
+
+    def _passed_on(self, function: Any, removed: list[str], names: dict[str, str]) -> Any:
+        known = self.features
+        derived = self.map(function, remove_columns=removed)
+        if known is not None:
+            features = datasets.Features({new: known[old] for old, new in names.items()})
+            derived._ex_iterable = _Typed(derived._ex_iterable, features)
+            derived._info.features = features
+        return derived
+
     def shuffle(self, *args: Any, **kwargs: Any) -> UnshuffledStream:
         """Returns the stream itself. ``datasets`` would hold back 1000 rows, on which the policy then trains late."""
         return self
+
+    if hasattr(datasets.IterableDataset, "_effective_generator"):
+        # Up to datasets 4.4 the epoch reaches what is shuffled, and nothing else: a seeded stream would give the same
+        # rows in every epoch. Later releases hand it to each source, as this does. Can go when 4.4 leaves the matrix.
+        def _prepare_ex_iterable_for_iteration(self, *args: Any, **kwargs: Any) -> Any:
+            source = self._ex_iterable
+            self._ex_iterable = _at_epoch(source, self.epoch)
+            try:
+                return super()._prepare_ex_iterable_for_iteration(*args, **kwargs)
+            finally:
+                self._ex_iterable = source
+
+
+def _at_epoch(source: Any, epoch: int) -> Any:
+    """A source, and what is mapped and filtered from one, at an epoch; the one that is given stays as it is."""
+    if not hasattr(source, "ex_iterable"):
+        return source.shift_rngs(epoch) if hasattr(source, "shift_rngs") else source
+    clone = copy.copy(source)
+    clone.ex_iterable = _at_epoch(source.ex_iterable, epoch)
+    return clone
+
+
+class _Renamed:
+    """Gives the renamed columns of a row. A class, since a local function cannot be sent to a worker."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self.names = names
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {new: row[old] for old, new in self.names.items()}
+
+
+class _Selected:
+    """Gives some columns of a row."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: row[name] for name in self.names}
+
+
+class _Typed(ExamplesIterable):  # type: ignore[misc]
+    """Rows that are passed on as they are, with the features that they have."""
+
+    is_typed = True
+
+    def __init__(self, ex_iterable: Any, features: datasets.Features) -> None:
+        super().__init__()
+        self.ex_iterable = ex_iterable
+        self._features = features
+
+    @property
+    def features(self) -> datasets.Features:
+        return self._features
+
+    @property
+    def num_shards(self) -> int:
+        shards: int = self.ex_iterable.num_shards
+        return shards
+
+    @property
+    def n_shards(self) -> int:  # its name before datasets 4
+        return self.num_shards
+
+    def __iter__(self) -> Any:
+        return iter(self.ex_iterable)
+
+    def _init_state_dict(self) -> Any:
+        self._state_dict = self.ex_iterable._init_state_dict()
+        return self._state_dict
+
+    def shuffle_data_sources(self, generator: Any) -> _Typed:
+        return _Typed(self.ex_iterable.shuffle_data_sources(generator), self._features)
+
+    def shard_data_sources(self, *args: Any, **kwargs: Any) -> _Typed:
+        return _Typed(self.ex_iterable.shard_data_sources(*args, **kwargs), self._features)
 
 
 def _deriving(name: str) -> Any:
