@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torch import nn
 
 from torchrl_trl_bridge import HFRewardModelWrapper
+from torchrl_trl_bridge.tiny import tiny_reward_model
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -423,3 +424,14 @@ def test_reward_is_that_of_the_row_alone(gpt2, data):
     reward = HFRewardModelWrapper(gpt2, **arguments)(batch)["reward"]
     assert reward.shape == shape
     close(reward.detach(), scores_alone(gpt2, rows).reshape(shape))
+
+
+def test_rollouts_of_a_collector(collected, tmp_path):
+    """Every kind of buffer that TorchRL's collector fills, each row equal to that row alone."""
+    model = tiny_reward_model(tmp_path)
+    batch = collected[:]
+    rewards = HFRewardModelWrapper(model, inference_mode=True, micro_batch_size=5)(batch)["reward"]
+    assert rewards.shape == batch.batch_size
+    rows = [row["tokens", "full"][row["masks", "all_attention_mask"].bool()] for row in batch.unbind(0)]
+    assert len({len(row) for row in rows}) > 3
+    close(rewards, scores_alone(model, rows))

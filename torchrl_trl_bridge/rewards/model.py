@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 
 from torchrl_trl_bridge.compat import transformers as hf
+from torchrl_trl_bridge.rewards.checks import padding_differences
 from torchrl_trl_bridge.rewards.contexts import scoring
 from torchrl_trl_bridge.rewards.inputs import (
     TokenRows,
@@ -230,6 +231,35 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         if self._text is None or self.per_token:
             raise ValueError("score_texts needs a wrapper made with tokenizer=, and without per_token=True.")
         return self._score(self._cut(self._text.encode(texts, torch.Size([len(texts)]))))
+
+    def padding_differences(self, tensordict: TensorDictBase) -> dict[str, float]:
+        """Checks on your own model that the score of a row does not depend on what stands beside it.
+
+        Args:
+            tensordict: a few rollouts of different lengths.
+
+        Returns:
+            The largest absolute difference to the scores of each row alone, of the rows as they are (``"batched"``),
+            ``"left_padded"`` and ``"right_padded"``. Rounding makes about 1e-6 in float32, and 1e-2 in half precision;
+            more comes from dropout (put the model into eval mode, or pass ``inference_mode=True``) or from a family
+            whose score depends on padding although it is masked (pass ``micro_batch_size=1``, and please report the
+            family).
+
+        Raises:
+            ValueError: as for scoring.
+
+        Examples:
+            >>> from torchrl_trl_bridge.tiny import tiny_reward_model, tiny_tokenizer
+            >>> import tempfile
+            >>> from tensordict import TensorDict
+            >>> model = tiny_reward_model(tempfile.mkdtemp())
+            >>> score = HFRewardModelWrapper(model, tokenizer=tiny_tokenizer(), input_key="text", inference_mode=True)
+            >>> differences = score.padding_differences(TensorDict({"text": ["short", "a longer text"]}, [2]))
+            >>> max(differences.values()) < 1e-5
+            True
+        """
+        with torch.no_grad():
+            return padding_differences(self._score, self._read(tensordict))
 
     def as_transform(self, *, reward_key: NestedKey = "reward") -> Transform:
         """The wrapper as a TorchRL transform, which writes the rewards of rollouts under ``"next"``.
