@@ -23,10 +23,14 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.llm import History
-from torchrl.data.replay_buffers import ConsumingSampler
-from torchrl.modules.llm.trl_interop import TorchRLBufferDataset as TorchRLsOwn
 
+from tests.features import has, needs, sampler_class, sampler_param
 from torchrl_trl_bridge import TorchRLBufferDataset
+from torchrl_trl_bridge.buffers.sampling import Share
+
+ConsumingSampler, StalenessAwareSampler = sampler_class("ConsumingSampler"), sampler_class("StalenessAwareSampler")
+if has("trl_interop"):
+    from torchrl.modules.llm.trl_interop import TorchRLBufferDataset as TorchRLsOwn
 
 PLAIN = (torch.Tensor, str, int, float, bool, list, dict)
 STORAGES = [ListStorage, LazyStackStorage, LazyTensorStorage, LazyMemmapStorage]
@@ -70,17 +74,25 @@ def test_num_batches_must_be_a_positive_integer_or_none(value: Any) -> None:
         TorchRLBufferDataset(buffer_of(torch.arange(3)), 2, num_batches=value)
 
 
+def test_no_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"keys=\[\] selects nothing"):
+        TorchRLBufferDataset(buffer_of(torch.arange(3)), 2, keys=[])
+
+
 def test_one_string_is_no_list_of_keys() -> None:
     with pytest.raises(TypeError, match=r"keys=\['prompt'\]"):
         TorchRLBufferDataset(buffer_of(torch.arange(3)), 2, keys="prompt")
 
 
-@pytest.mark.parametrize(("name", "value", "error"), [("seed", 1.5, TypeError), ("timeout", -1, ValueError)])
+@pytest.mark.parametrize(
+    ("name", "value", "error"), [("seed", 1.5, TypeError), ("timeout", -1, ValueError), ("timeout", "3", ValueError)]
+)
 def test_seed_and_timeout_are_checked(name: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=name):
         TorchRLBufferDataset(buffer_of(torch.arange(3)), 2, **{name: value})
 
 
+@needs("trl_interop")
 def test_repr_shows_the_arguments_as_torchrls_does() -> None:
     replay_buffer = buffer_of(TensorDict({"x": torch.arange(3)}, [3]))
     assert repr(TorchRLBufferDataset(replay_buffer, 2, num_batches=3)) == repr(
@@ -100,6 +112,7 @@ def test_number_of_rows() -> None:
 # The same rows as torchrl's own class, where that is right
 
 
+@needs("trl_interop")
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("keys", [None, ["a"], [("b", "c"), "a"], [("b", "d", "e")]])
 def test_rows_equal_torchrls(storage: type, keys: Any) -> None:
@@ -121,6 +134,7 @@ def test_rows_equal_torchrls(storage: type, keys: Any) -> None:
         assert all(equal(our[name], their[name]) and our[name].dtype == their[name].dtype for name in our)
 
 
+@needs("trl_interop")
 @pytest.mark.parametrize("storage", KEEP_STRINGS)
 def test_strings_equal_torchrls(storage: type) -> None:
     data = TensorDict({"prompt": NonTensorStack("a", "b", "c"), "n": torch.arange(3)}, [3])
@@ -190,6 +204,35 @@ def test_conversations_of_different_lengths(storage: type) -> None:
         replay_buffer.extend(TensorDict(row, [1]))
     for row in TorchRLBufferDataset(replay_buffer, 20):
         assert row["chat"] == row["plain"] == chats[row["id"]]
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_tool_calls_and_replies_are_kept(storage: type) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+    chat = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
+    replay_buffer = ReplayBuffer(storage=storage(4))
+    replay_buffer.extend(TensorDict({"chat": History.from_chats([chat])}, [1]))
+    replay_buffer.extend(TensorDict({"chat": History.from_chats([chat[:1]])}, [1]))
+    rows = [row["chat"] for row in TorchRLBufferDataset(replay_buffer, 12)]
+    assert all(row in (chat, chat[:1]) for row in rows)
+    assert chat in rows
+    next(row for row in rows if row == chat)[1]["tool_calls"][0]["function"]["arguments"]["b"].append(9)
+    assert call["function"]["arguments"] == {"a": 1, "b": [2]}
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_rows_padded_to_two_widths_in_one_batch(storage: type) -> None:
+    replay_buffer = ReplayBuffer(storage=storage(10))
+    for width in (3, 5):
+        replay_buffer.extend(TensorDict({"tokens": torch.full((2, width), width)}, [2]))
+    rows = list(TorchRLBufferDataset(replay_buffer, 20))
+    assert {len(row["tokens"]) for row in rows} == {3, 5}
+    assert all((row["tokens"] == len(row["tokens"])).all() for row in rows)
 
 
 # Other shapes of buffer
@@ -284,6 +327,15 @@ def test_keys(storage: type, keys: Any, names: list[str]) -> None:
 def test_a_missing_key_is_named_with_the_close_ones_first() -> None:
     with pytest.raises(KeyError, match=r"'nested\.bb' holds nothing.* Did you mean 'nested\.b'\?.*\['nested\.b'"):
         next(iter(TorchRLBufferDataset(keyed(), 2, keys=[("nested", "bb")])))
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_a_key_that_few_rows_hold_is_none_in_the_others(storage: type) -> None:
+    replay_buffer = ReplayBuffer(storage=storage(100))
+    for i in range(60):
+        replay_buffer.add(TensorDict({"a": torch.tensor(i), **({"rare": "x"} if i == 59 else {})}))
+    rows = list(TorchRLBufferDataset(replay_buffer, 4, keys=["a", "rare"], num_batches=40, seed=0))
+    assert all(row["rare"] == ("x" if row["a"] == 59 else None) for row in rows)
 
 
 def test_leaves_that_flatten_to_one_name() -> None:
@@ -429,6 +481,20 @@ def test_values_without_a_plain_form() -> None:
 # Empty buffers
 
 
+def test_batches_without_rows_are_no_endless_wait() -> None:
+    replay_buffer = buffer_of(TensorDict({"x": torch.arange(3)}, [3]), transform=lambda batch: batch[:0])
+    with pytest.raises(RuntimeError, match="holds no rows: has its transform dropped them"):
+        next(iter(TorchRLBufferDataset(replay_buffer, 2, num_batches=None, timeout=1)))
+
+
+def test_the_samplers_own_reason_is_given() -> None:
+    replay_buffer = buffer_of(
+        TensorDict({"x": torch.arange(6)}, [6]), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=4
+    )
+    with pytest.raises(RuntimeError, match=r"cannot draw a batch of 10.*ValueError: .*\(10\) is greater"):
+        next(iter(TorchRLBufferDataset(replay_buffer, 10)))
+
+
 def test_an_empty_buffer_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"replay buffer \(ReplayBuffer\) is empty.*timeout="):
         next(iter(TorchRLBufferDataset(ReplayBuffer(storage=ListStorage(3)), 2)))
@@ -458,6 +524,7 @@ def test_a_timeout_waits_for_rows() -> None:
         filler.join()
 
 
+@needs("ConsumingSampler")
 def test_a_buffer_whose_rows_are_consumed_is_named() -> None:
     replay_buffer = buffer_of(TensorDict({"x": torch.arange(4)}, [4]), sampler=ConsumingSampler())
     with pytest.raises(RuntimeError, match=r"is empty|cannot draw a batch of 4"):
@@ -540,6 +607,42 @@ def test_a_seed_leaves_all_generators_alone(sampler: type | None) -> None:
     assert draws_after(True) == expected
 
 
+@needs("StalenessAwareSampler")
+def test_a_seed_reaches_samplers_that_use_the_global_generator() -> None:
+    replay_buffer = buffer_of(
+        TensorDict({"x": torch.arange(50), "policy_version": torch.zeros(50)}, [50]), sampler=StalenessAwareSampler()
+    )
+
+    def draw() -> list[int]:
+        return [row["x"].item() for row in TorchRLBufferDataset(replay_buffer, 7, num_batches=3, seed=1)]
+
+    first = draw()
+    torch.manual_seed(9)
+    expected = torch.rand(2)
+    torch.manual_seed(9)
+    assert draw() == first
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_seeded_stream_beside_a_prefetching_thread() -> None:
+    replay_buffer = buffer_of(TensorDict({"x": torch.arange(50)}, [50]), prefetch=3, batch_size=4)
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            replay_buffer.sample()
+
+    other = threading.Thread(target=sample)
+    other.start()
+    try:
+        first = [row["x"].item() for row in TorchRLBufferDataset(replay_buffer, 4, num_batches=50, seed=1)]
+        assert [row["x"].item() for row in TorchRLBufferDataset(replay_buffer, 4, num_batches=50, seed=1)] == first
+    finally:
+        stop.set()
+        other.join(30)
+    assert not other.is_alive()
+
+
 def test_a_seeded_ensemble() -> None:
     parts = [
         buffer_of(TensorDict({"x": torch.arange(50) + 100 * i}, [50]), generator=torch.Generator().manual_seed(i))
@@ -568,15 +671,15 @@ def consuming(sampler: Any, rows: int = 12) -> ReplayBuffer:
     return buffer_of(TensorDict({"x": torch.arange(rows)}, [rows]), sampler=sampler)
 
 
-@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, ConsumingSampler])
-def test_a_look_loses_no_row(sampler: type) -> None:
-    dataset = TorchRLBufferDataset(consuming(sampler()), 4, num_batches=3)
-    for _ in range(5):
-        next(iter(dataset))
-    assert sorted(row["x"].item() for row in dataset) == list(range(12))
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, sampler_param("ConsumingSampler")])
+def test_single_rows_lose_no_others(sampler: type) -> None:
+    dataset = TorchRLBufferDataset(consuming(sampler()), 4, num_batches=2)
+    taken = [next(iter(dataset))["x"].item() for _ in range(3)]
+    assert len(set(taken)) == 3, "each iteration goes on"
+    assert sorted(taken + [row["x"].item() for row in dataset]) == sorted(range(12))
 
 
-@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, ConsumingSampler])
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, sampler_param("ConsumingSampler")])
 def test_the_rest_of_a_batch_is_not_lost(sampler: type) -> None:
     dataset = TorchRLBufferDataset(consuming(sampler()), 4, num_batches=None)
     used = []
@@ -592,10 +695,27 @@ def test_the_rest_of_a_batch_is_not_lost(sampler: type) -> None:
     assert sorted(used) == list(range(12))
 
 
+@needs("ConsumingSampler")
+def test_two_iterators_dropped_at_once_lose_no_row() -> None:
+    dataset = TorchRLBufferDataset(consuming(ConsumingSampler()), 4, num_batches=None)
+    first, second = iter(dataset), iter(dataset)
+    used = [next(rows)["x"].item() for rows in (first, second, first, second)]
+    del first, second
+    for _ in range(3):
+        rows = iter(dataset)
+        used += [next(rows)["x"].item() for _ in range(2)]
+        del rows
+    assert len(set(used)) == len(used) == 10
+
+
 def test_a_look_at_an_edited_row() -> None:
     dataset = TorchRLBufferDataset(consuming(SamplerWithoutReplacement(shuffle=False)), 4, num_batches=3)
-    next(iter(dataset))["x"].fill_(99)
-    assert [row["x"].item() for row in dataset] == list(range(12))
+    stream = dataset.as_hf_dataset().map(lambda row: {"x": row["x"]})
+    next(iter(stream))
+    rows = dataset.stream(epoch=0, share=Share(), keeps_looks=True)
+    next(rows)["x"].fill_(99)
+    rows.close()
+    assert [row["x"] for row in stream] == list(range(12))
 
 
 # Live, and across processes
@@ -614,7 +734,7 @@ def test_a_pickled_dataset_takes_no_drawn_rows_along() -> None:
     dataset = TorchRLBufferDataset(consuming(SamplerWithoutReplacement(shuffle=False)), 4, num_batches=3)
     next(iter(dataset))
     clone = pickle.loads(pickle.dumps(dataset))
-    assert clone._stream._unused is None
+    assert not clone._stream._unused
     assert len(list(clone)) == 12
 
 

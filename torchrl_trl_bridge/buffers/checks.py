@@ -37,8 +37,8 @@ def check_stored_columns(replay_buffer: Any, columns: dict[Path, Column]) -> Non
             raise ValueError(
                 f"each row of column {flat_name(path)!r} holds the whole column: it was written as "
                 "NonTensorData(list, batch_size=[N]), which gives every row the same list. Write "
-                "NonTensorStack(*list) instead, or the list itself, for one item a row; or a tuple, if each row is meant "
-                "to hold all items."
+                "NonTensorStack(*list) instead, or the list itself, for one item a row; or a tuple, if each row is to "
+                "hold all items."
             )
 
 

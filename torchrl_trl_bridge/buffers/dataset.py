@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 import torch.utils.data
 
-from torchrl_trl_bridge.buffers.checks import check_stored_columns
+from torchrl_trl_bridge.buffers.checks import SCANNED_ROWS, check_stored_columns
 from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
 from torchrl_trl_bridge.buffers.sampling import Draws, Share, wait_for_rows
@@ -66,8 +66,11 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         TimeoutError: while iterating, if it still is after ``timeout`` seconds.
 
     Notes:
-        Rows that an iteration drew and did not use are kept for the next one where the sampler would lose them. One
-        that is dropped after its first row was a look at the data, so that this row is kept too.
+        Rows that an iteration drew and did not use are kept for the next one where the sampler would lose them. In
+        `as_hf_dataset`, an iteration that is dropped after its first row was a trainer's look at the data, so that this
+        row is kept too.
+
+        The columns of a stream are those of its first batch, and of each later one as it comes.
 
         In a ``DataLoader`` with workers, each worker gives its share of the batches, and all give them once.
 
@@ -104,14 +107,17 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
         if num_batches is not None and not _is_positive(num_batches):
             raise ValueError(f"num_batches must be a positive integer or None, got {num_batches!r}.")
+        if keys is not None and not len(keys):
+            raise ValueError("keys=[] selects nothing. Name some keys, or leave keys out for all.")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"seed must be an integer or None, got {seed!r}.")
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
             raise ValueError(f"timeout must be a number of seconds from 0 on, or None, got {timeout!r}.")
         self._replay_buffer = replay_buffer
         self._draws = Draws(batch_size, num_batches, seed, timeout)
         self._keys = keys
         self._selection = KeySelection(keys)
+        self._rare: list[Path] = []  # what the keys mean, where a first batch lacked some of it
         if keys is not None and columns is not None:
             raise ValueError("keys and columns exclude each other: name further keys in columns={column: key}.")
         self._plan = None if columns is None else ColumnPlan(columns)
@@ -126,6 +132,8 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the iterations to come, in data-loader workers too. With a seed, each has its own draws."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise TypeError(f"epoch must be an integer, got {epoch!r}.")
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -139,9 +147,12 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         names: Sequence[str] = (),
         scalars: bool = False,
         place: dict[str, Any] | None = None,
+        keeps_looks: bool = False,
     ) -> Iterator[dict[str, Any]]:
         """The rows of one iteration: see `Stream.rows`."""
-        return self._stream.rows(epoch=epoch, share=share, names=names, scalars=scalars, place=place)
+        return self._stream.rows(
+            epoch=epoch, share=share, names=names, scalars=scalars, place=place, keeps_looks=keeps_looks
+        )
 
     def agreed(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` gives, or raises: on rank 0 where there are several, whose buffer alone may be filled."""
@@ -202,13 +213,23 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         columns = read_columns(batch, self._selection.paths)
         for path in added:
             columns.setdefault(path, Column(torch.zeros(_len(columns), dtype=torch.long)))
-        if first and (missing := self._selection.missing(columns)):
-            raise KeyError(describe_missing(missing[0], read_columns(batch)))
+        if first:
+            self._check_keys(columns)
+        for path in self._rare:
+            columns.setdefault(path, Column([None] * _len(columns)))
         leaves = self._selection.select(columns)
         check_names(leaves)
         if first:
             check_stored_columns(self._replay_buffer, {leaf: columns[leaf] for leaf in leaves})
         return {flat_name(leaf): columns[leaf] for leaf in leaves}
+
+    def _check_keys(self, columns: Mapping[Path, Column]) -> None:
+        """Raises KeyError for a key that no row holds. One that other rows hold is None in those that lack it."""
+        if self._selection.missing(columns):
+            held = read_columns(compat.read_rows(self._replay_buffer, torch.arange(min(self.row_count, SCANNED_ROWS))))
+            if missing := self._selection.missing(held):
+                raise KeyError(describe_missing(missing[0], held))
+            self._rare = self._selection.select(held)
 
     def _read_planned(self, plan: ColumnPlan, batch: Any, first: bool) -> Columns:
         leaves = read_columns(batch, plan.paths)
@@ -223,8 +244,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         Args:
             plan: which columns; those of this dataset by default.
         """
-        if not self.row_count:
-            self.wait()
+        self.wait(drawing=False)
         size = self.row_count
         indices = torch.linspace(0, size - 1, min(size, PEEKED_ROWS)).long()
         batch = compat.read_rows(self._replay_buffer, indices)
@@ -317,9 +337,9 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         """How many rows an iteration gives; None for no end."""
         return None if self._draws.num_batches is None else self._draws.num_batches * self._draws.batch_size
 
-    def wait(self) -> None:
-        """Returns when the buffer holds rows, and raises as an iteration would when it does not."""
-        wait_for_rows(self._replay_buffer, self._draws)
+    def wait(self, *, drawing: bool = True) -> None:
+        """Returns when the buffer holds rows (which its sampler can draw), and raises as an iteration would if not."""
+        wait_for_rows(self._replay_buffer, self._draws, drawing=drawing)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_replay_buffer": sendable_buffer(self._replay_buffer)}

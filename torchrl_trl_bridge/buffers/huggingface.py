@@ -41,7 +41,7 @@ def snapshot(dataset: TorchRLBufferDataset) -> datasets.Dataset:
 
 
 def _table_of(dataset: TorchRLBufferDataset) -> tuple[pa.Table, datasets.Features]:
-    dataset.wait()
+    dataset.wait(drawing=False)
     rows = compat.row_count(dataset.replay_buffer)
     chunks = []
     for start in range(0, rows, SNAPSHOT_ROWS):
@@ -85,6 +85,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
     # The rows are passed on as they are. Otherwise each would go through Arrow's types, and its tensors become lists.
     is_typed = True
     num_shards = 1
+    sleep_on_threads_shutdown = False  # asked by what puts several streams together
 
     def __init__(self, dataset: TorchRLBufferDataset) -> None:
         super().__init__()
@@ -108,6 +109,7 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
             names=list(self.features or ()),
             scalars=True,
             place=new_place() if self._state_dict is None else self._state_dict,
+            keeps_looks=True,
         )
         yield from enumerate(rows)
         check_exhausted(self.dataset)

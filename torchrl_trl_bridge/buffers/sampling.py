@@ -117,9 +117,19 @@ def _patiently(replay_buffer: Any, draws: Draws, draw: Callable[[], Any]) -> Any
     return batch
 
 
-def wait_for_rows(replay_buffer: Any, draws: Draws) -> None:
-    """Returns as soon as the buffer can serve a batch; raises as `draw_batches` says otherwise."""
-    if compat.can_sample(replay_buffer, draws.batch_size):
+def wait_for_rows(replay_buffer: Any, draws: Draws, *, drawing: bool = True) -> None:
+    """Returns as soon as the buffer can serve a batch; raises as `draw_batches` says otherwise.
+
+    Args:
+        replay_buffer: the buffer.
+        draws: how large a batch, and how long to wait.
+        drawing: whether the sampler has to serve it. Reading rows in their order needs rows only.
+    """
+
+    def ready() -> bool:
+        return compat.can_sample(replay_buffer, draws.batch_size) if drawing else compat.row_count(replay_buffer) > 0
+
+    if ready():
         return
     if draws.timeout is None:
         raise RuntimeError(
@@ -128,7 +138,7 @@ def wait_for_rows(replay_buffer: Any, draws: Draws) -> None:
     deadline = time.monotonic() + draws.timeout
     while time.monotonic() < deadline:
         time.sleep(min(POLL_SECONDS, draws.timeout))
-        if compat.can_sample(replay_buffer, draws.batch_size):
+        if ready():
             return
     raise TimeoutError(
         f"waited {draws.timeout:g} s for rows: {_state(replay_buffer, draws)}. Is its collector still running?"
@@ -140,9 +150,10 @@ def _state(replay_buffer: Any, draws: Draws) -> str:
     name = type(replay_buffer).__name__
     if rows == 0:
         return f"the replay buffer ({name}) is empty"
+    reason = compat.reason_not_to_sample(replay_buffer, draws.batch_size)
     return (
         f"the replay buffer ({name}) holds {rows} rows, but its sampler cannot draw a batch of {draws.batch_size} "
-        "from them (consumed, stale or too few)"
+        f"from them (consumed, stale or too few). It says: {reason}"
     )
 
 

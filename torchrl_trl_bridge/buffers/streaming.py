@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,8 +49,7 @@ class Stream:
     ) -> None:
         self.replay_buffer, self._draws, self._read, self._device = replay_buffer, draws, read, device
         self._settings = settings
-        self._unused: Batch | None = None
-        self._lock = threading.Lock()
+        self._unused: deque[Batch] = deque()
         self._ranks = RanksOf()
         self._passes = 0
         self._place: dict[str, Any] = new_place()
@@ -65,6 +64,7 @@ class Stream:
         names: Sequence[str] = (),
         scalars: bool = False,
         place: dict[str, Any] | None = None,
+        keeps_looks: bool = False,
     ) -> Iterator[dict[str, Any]]:
         """The rows of one iteration.
 
@@ -74,6 +74,11 @@ class Stream:
             names: columns that each row has, whether the buffer holds them or not.
             scalars: give 0-d tensors as Python numbers and booleans.
             place: where to begin, kept up to date (see `new_place`); by default where `load_state_dict` says.
+            keeps_looks: an iteration that is dropped after its first row was a look at the data, and that row is given
+                again where the sampler would lose it.
+
+        Raises:
+            RuntimeError: if a batch holds no rows, as that of a transform which drops them.
         """
         if in_worker():
             check_worker(self.replay_buffer, self._ranks)
@@ -92,6 +97,11 @@ class Stream:
         seen = dict.fromkeys(names)
         given = 0
         for batch in batches:
+            if not batch.size:
+                raise RuntimeError(
+                    "a batch of the replay buffer holds no rows: has its transform dropped them all? Rows that are not "
+                    "to be drawn should not be written."
+                )
             nothing = Column([None] * batch.size)
             columns = {name: batch.columns.get(name, nothing) for name in {**seen, **batch.columns}}
             seen = dict.fromkeys(columns)
@@ -107,8 +117,9 @@ class Stream:
                 try:
                     yield rows[position]
                 except GeneratorExit:
-                    if keeps:
-                        self._unused = Batch(0, columns, position if given == 1 else position + 1)
+                    unused = Batch(0, columns, position if given == 1 and keeps_looks else position + 1)
+                    if keeps and unused.start < unused.size:
+                        self._unused.append(unused)
                     raise
                 if ranks is not None and given == 1:
                     ranks.confirm()
@@ -134,9 +145,9 @@ class Stream:
         elif record is not None and not start:
             yield from record.begin(epoch, place)
             start = record.next
-        elif keeps and not start and share.index == 0 and (unused := self._take_unused()):
+        elif keeps and not start and (unused := self._take_unused()):
             yield unused
-            start = 1
+            start = 0 if unused.start else 1  # a part of a batch comes on top
         draws = self._draws
         if draws.seed is None and in_worker():
             # Without a seed each worker would draw with its own copy of the buffer's generator, all alike. This one is
@@ -153,9 +164,10 @@ class Stream:
             yield batch
 
     def _take_unused(self) -> Batch | None:
-        with self._lock:  # of two iterators, one gets them
-            unused, self._unused = self._unused, None
-        return unused if unused is not None and unused.start < unused.size else None
+        try:  # of two iterators, one gets it
+            return self._unused.popleft()
+        except IndexError:
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the latest iteration."""
@@ -178,13 +190,10 @@ class Stream:
         self._resume = copy.deepcopy(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a worker process: what this one drew stays here, and so do its lock and its connections to other ranks.
-        # The buffer goes with the dataset.
-        state = {**self.__dict__, "_unused": None, "replay_buffer": None}
-        return {**state, "_lock": None, "_ranks": self._ranks.alone(), "record": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        # For a worker process: what this one drew stays here, and so do its connections to other ranks. The buffer goes
+        # with the dataset.
+        state = {**self.__dict__, "_unused": deque(), "replay_buffer": None}
+        return {**state, "_ranks": self._ranks.alone(), "record": None, "_place": new_place()}
 
 
 class Record:

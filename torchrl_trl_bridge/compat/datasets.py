@@ -93,7 +93,8 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
         names = {name: column_mapping.get(name, name) for name in self.column_names or ()}
         if len(set(names.values())) < len(names):
             raise ValueError(f"renaming {column_mapping} gives two columns one name: {list(names.values())}.")
-        return self._passed_on(_Renamed(column_mapping), list(column_mapping), names)
+        # All columns, where they are known, so that they keep their order.
+        return self._passed_on(_Renamed(names or column_mapping), list(names or column_mapping), names)
 
     def remove_columns(self, column_names: str | list[str]) -> Any:
         removed = [column_names] if isinstance(column_names, str) else list(column_names)

@@ -51,6 +51,7 @@ __all__ = [
     "place",
     "private_sampler",
     "read_rows",
+    "reason_not_to_sample",
     "row_count",
     "run_beside",
     "sample",
@@ -99,8 +100,7 @@ def run_beside(replay_buffer: Any, function: Callable[..., Any], *args: Any) -> 
 
 def _actor(replay_buffer: Any) -> Any:
     # `RayReplayBuffer` keeps its actor as `_rb`, the clients that it hands out as `_actor` (torchrl 0.11 to 0.14).
-    fields = vars(replay_buffer)
-    actor = fields.get("_rb", fields.get("_actor"))
+    actor = getattr(replay_buffer, "_rb", None) or getattr(replay_buffer, "_actor", None)
     return actor if hasattr(actor, "__ray_call__") else None
 
 
@@ -149,6 +149,19 @@ def sample(replay_buffer: Any, batch_size: int) -> Any:
 
 def _sample(replay_buffer: Any, batch_size: int) -> Any:
     return replay_buffer.sample(batch_size) if _can_sample(replay_buffer, batch_size) else None
+
+
+def reason_not_to_sample(replay_buffer: Any, batch_size: int) -> str:
+    """What the sampler itself says where `can_sample` says no."""
+    return str(run_beside(replay_buffer, _reason_not_to_sample, batch_size))
+
+
+def _reason_not_to_sample(replay_buffer: Any, batch_size: int) -> str:
+    try:
+        replay_buffer.sample(batch_size)
+    except Exception as error:  # whatever it is, it is the answer
+        return f"{type(error).__name__}: {error}"
+    return "it can by now"
 
 
 def consumes(replay_buffer: Any) -> bool:
@@ -362,8 +375,7 @@ def sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) 
 
 
 def _sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) -> tuple[Any, Any]:
-    # Sampling takes the same lock, so that no other thread sees the exchanged parts. `sample` itself is called, not its
-    # parts, because it adds what each kind of buffer adds to a batch.
+    # `sample` itself is called, not its parts, because it adds what each kind of buffer adds to a batch.
     with _seeded(replay_buffer, seed, sampler):
         return _sample(replay_buffer, batch_size), sampler
 
@@ -382,9 +394,17 @@ def _advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sampl
 
 @contextlib.contextmanager
 def _seeded(replay_buffer: Any, seed: int, sampler: Any) -> Iterator[None]:
+    """Lets the buffer draw with ``sampler`` and a generator of its own."""
     device = getattr(replay_buffer._storage, "device", None)  # random indices are drawn where the storage is
     generator = torch.Generator(device if isinstance(device, torch.device) else "cpu").manual_seed(seed)
-    with replay_buffer._replay_lock, _exchanged(replay_buffer, sampler, generator), _global_generator(sampler, seed):
+    with contextlib.ExitStack() as stack:
+        # No other thread may see the exchanged parts. The locks in the order in which `sample` takes them: a buffer
+        # that prefetches waits for its draws, which need the second, while it holds the first.
+        for buffer in [replay_buffer, *(members(replay_buffer) or ())]:
+            stack.enter_context(buffer._futures_lock)
+            stack.enter_context(buffer._replay_lock)
+        stack.enter_context(_exchanged(replay_buffer, sampler, generator))
+        stack.enter_context(_global_generator(replay_buffer._sampler, seed))
         yield
 
 
@@ -415,7 +435,7 @@ def _holders(part: Any, of_members: str) -> list[Any]:
 @contextlib.contextmanager
 def _global_generator(sampler: Any, seed: int) -> Iterator[None]:
     """Seeds torch's global generator for the samplers that draw from it (torchrl 0.12 to 0.14: the stale-row one)."""
-    if not isinstance(sampler, _STALENESS_AWARE):
+    if not any(isinstance(holder, _STALENESS_AWARE) for holder in _holders(sampler, "_samplers")):
         yield
         return
     with torch.random.fork_rng(devices=[]):
