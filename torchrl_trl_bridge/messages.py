@@ -100,6 +100,18 @@ def messages_to_history(messages: Any, *, is_complete: bool = True) -> Any:
     return _history_class(chat).from_tensordict(LazyStackedTensorDict(*chat))
 
 
+def join_histories(*histories: Any) -> Any:
+    """One conversation from several that :func:`messages_to_history` made; it shares their values.
+
+    >>> prompt, answer = ([{"role": role, "content": "hi"}] for role in ("user", "assistant"))
+    >>> joined = join_histories(messages_to_history(prompt), messages_to_history(answer))
+    >>> history_to_messages(joined) == prompt + answer
+    True
+    """
+    turns = [TensorDict(dict(turn.items())) for history in histories for turn in stacked_rows(history) or ()]
+    return _history_class(turns).from_tensordict(LazyStackedTensorDict(*turns))
+
+
 def _history_class(turns: Iterable[Any]) -> Any:
     if any("extra" in turn.keys() for turn in turns):  # noqa: SIM118 (a tensordict is no mapping)
         from torchrl_trl_bridge.history import MessageHistory

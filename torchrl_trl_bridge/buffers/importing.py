@@ -100,7 +100,8 @@ def extend_from_dataset(
     with tqdm(total=total, unit=" rows", disable=not progress, desc="Fill the replay buffer") as bar:
         for batch in _batches(dataset, batch_size):
             importer = importer or _Importer(batch[0], dataset_type, tokenizer)
-            replay_buffer.extend(lazy_stack(importer.convert(batch, written)))
+            with rows.all_kept():
+                replay_buffer.extend(lazy_stack(importer.convert(batch, written)))
             written += len(batch)
             bar.update(len(batch))
     return written
@@ -189,16 +190,19 @@ class _Importer:
         return error
 
     def _leaves(self, row: Row) -> dict[str, Any]:
-        make = rows.history if self.conversational else rows.text
-        if self.type == "language-modeling":
-            part = row[self.columns[0]]
-            return {"history" if self.conversational else "text": make(full=part)}
         if self.type in ("preference", "stepwise-supervision"):
             return {name: self._kept(row[name]) for name in self.columns}
-        parts = {"prompt": row["prompt"]}
-        if "completion" in self.columns:
-            parts |= {"response": row["completion"], "full": row["prompt"] + row["completion"]}
-        leaves = {"history" if self.conversational else "text": make(**parts)}
+        if self.type == "language-modeling":
+            parts = {"full": row[self.columns[0]]}
+        elif "completion" in self.columns:
+            parts = {"prompt": row["prompt"], "response": row["completion"]}
+        else:
+            parts = {"prompt": row["prompt"]}
+        if self.conversational:
+            leaves = {"history": rows.history(**parts)}
+        else:
+            whole = {"full": "".join(parts.values())} if "response" in parts else {}
+            leaves = {"text": rows.text(**parts, **whole)}
         if "label" in self.columns:
             leaves["label"] = torch.tensor(row["label"])
         return leaves

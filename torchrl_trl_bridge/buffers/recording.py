@@ -137,7 +137,8 @@ class RolloutRecorder:
         if self.evaluation or at_work is None or not at_work.evaluates:
             self._calls += 1
             records = self._records(prompts, completions, completion_ids, rewards, total, at_work, kwargs)
-            self._write(records)
+            with rows.all_kept():
+                self._write(records)
         return total
 
     def _log(self, rewards: dict[str, list[Reward]], log_metric: Any) -> None:
@@ -228,10 +229,8 @@ def _row(record: dict[str, Any]) -> TensorDict:
     if isinstance(prompt, str):
         after["text"] = rows.text(prompt=whole)
     else:
-        parts = {"prompt": prompt, "response": completion, "full": [*prompt, *completion]}
-        cut_off = ("response", "full") if ended is False else ()
-        leaves["history"] = rows.history(**parts, cut_off=cut_off)
-        after["history"] = rows.history(prompt=parts["full"], cut_off=("prompt",) if cut_off else ())
+        leaves["history"] = rows.history(prompt=prompt, response=completion, cut_off=ended is False)
+        after["history"] = rows.next_history(leaves["history"])
     leaves |= rows.tokens(prompt=record["prompt_ids"], response=record["completion_ids"])
     for time, done in ((leaves, False), (after, True)):
         time["query"] = non_tensor(_query(prompt))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.tensordict import MetaData, non_tensor
-from torchrl_trl_bridge.messages import messages_to_history
+from torchrl_trl_bridge.messages import join_histories, messages_to_history
 
 RESERVED = frozenset(
     {"done", "group_id", "history", "log_probs", "masks", "next", "policy_version", "query", "rewards"}
@@ -27,14 +29,25 @@ def text(**parts: str | None) -> Any:
     )
 
 
-def history(*, cut_off: Collection[str] = (), **parts: Any) -> Any:
-    """A ``ChatHistory`` of the parts ``prompt``, ``response`` and ``full``, each a list of messages.
+def history(*, prompt: Any = None, response: Any = None, full: Any = None, cut_off: bool = False) -> Any:
+    """A ``ChatHistory`` of conversations, each a list of messages; prompt and response make the full one.
 
-    The last message of the parts named in ``cut_off`` was not ended.
+    ``cut_off`` tells that the last message of the response was not ended.
     """
-    return ChatHistory.from_tensordict(
-        TensorDict({name: messages_to_history(part, is_complete=name not in cut_off) for name, part in parts.items()})
-    )
+    histories = {}
+    if prompt is not None:
+        histories["prompt"] = messages_to_history(prompt)
+    if response is not None:
+        histories["response"] = messages_to_history(response, is_complete=not cut_off)
+        histories["full"] = join_histories(*histories.values())
+    if full is not None:
+        histories["full"] = messages_to_history(full)
+    return ChatHistory.from_tensordict(TensorDict(histories))
+
+
+def next_history(before: Any) -> Any:
+    """The ``ChatHistory`` after a step, whose prompt is the whole conversation so far."""
+    return ChatHistory.from_tensordict(TensorDict({"prompt": join_histories(before.full)}))
 
 
 def tokens(
@@ -56,6 +69,21 @@ def tokens(
         mask = torch.ones(len(full), dtype=torch.bool)
         made["masks"] = Masks.from_tensordict(TensorDict({"all_attention_mask": mask, "padded": MetaData(False)}))
     return made
+
+
+@contextlib.contextmanager
+def all_kept() -> Iterator[None]:
+    """Pauses Python's garbage collector while rows are made that all go into the buffer.
+
+    It would look through the growing buffer again and again, and find nothing: half of the time that filling one takes.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def check_storage(replay_buffer: Any) -> None:
