@@ -41,6 +41,7 @@ from tqdm import tqdm
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 from torchrl_trl_bridge import HFRewardModelWrapper, TorchRLBufferDataset, __version__, compat
+from torchrl_trl_bridge.compat.trl import takes_streams
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 LIBRARIES = ("torchrl-trl-bridge", "torchrl", "trl", "torch", "tensordict", "transformers", "datasets", "accelerate")
@@ -283,15 +284,15 @@ def _stream(buffer: ReplayBuffer, seed: int) -> Any:
     rows = TorchRLBufferDataset(
         buffer, COMPLETIONS_PER_STEP // GROUP, keys=[("history", "prompt")], num_batches=None, seed=seed
     )
-    return rows.as_hf_dataset().rename_column("history.prompt", "prompt")
+    streaming = takes_streams(GRPOTrainer)  # an older release gets the same prompts as a snapshot
+    return rows.as_hf_dataset(streaming=streaming).rename_column("history.prompt", "prompt")
 
 
 def _speed(stream: Any, rows: int = 1000) -> float:
     """Rows per second of the stream alone, which training hides behind generation."""
     started = time.perf_counter()
-    for _ in stream.take(rows):
-        pass
-    return rows / (time.perf_counter() - started)
+    taken = sum(1 for _ in itertools.islice(stream, rows))
+    return taken / (time.perf_counter() - started)
 
 
 def _train(
