@@ -56,11 +56,20 @@ _MODULE_OF = {
 }
 
 
+_OPTIONAL = {"accelerate", "datasets", "transformers", "trl"}
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _check_versions()
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    try:
+        module = importlib.import_module(_MODULE_OF[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _OPTIONAL:
+            raise
+        raise ImportError(f'{name} needs {error.name}: pip install "torchrl-trl-bridge[trl]".') from error
+    value = getattr(module, name)
     globals()[name] = value  # so that the next use is an ordinary look-up
     return value
 

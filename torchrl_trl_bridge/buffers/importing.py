@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import torch
 from tensordict import TensorDict, lazy_stack
-from tqdm import tqdm
 
 from torchrl_trl_bridge.buffers import rows
 from torchrl_trl_bridge.compat import torchrl as compat
@@ -17,6 +15,7 @@ from torchrl_trl_bridge.compat.tensordict import non_tensor
 from torchrl_trl_bridge.messages import messages_to_history
 
 if TYPE_CHECKING:
+    import datasets
     from torchrl.data import ReplayBuffer
 
 Row = dict[str, Any]
@@ -88,6 +87,8 @@ def extend_from_dataset(
     """
     if not compat.is_replay_buffer(replay_buffer):
         raise TypeError(f"replay_buffer must be a torchrl ReplayBuffer, got {type(replay_buffer).__name__}.")
+    import datasets  # a caller with a dataset has loaded it; one without gets its error
+
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         hint = "; pass one of its splits, such as dataset['train']" if isinstance(dataset, Mapping) else ""
         raise TypeError(f"dataset must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}{hint}.")
@@ -97,6 +98,8 @@ def extend_from_dataset(
     importer: _Importer | None = None
     written = 0
     total = len(dataset) if isinstance(dataset, datasets.Dataset) else None
+    from tqdm import tqdm  # comes with `datasets`
+
     with tqdm(total=total, unit=" rows", disable=not progress, desc="Fill the replay buffer") as bar:
         for batch in _batches(dataset, batch_size):
             importer = importer or _Importer(batch[0], dataset_type, tokenizer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -193,6 +194,15 @@ def trainer_at_work() -> TrainerAtWork | None:
     found: FrameType | None = None
     evaluates = False
     for frame in _frames():
+        # Looking at the variables of a frame keeps them alive as long as it runs. Those of generators are iterators,
+        # which have to go when their user drops them, so that only methods are asked, and those of this package not.
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if (
+            code.co_varnames[:1] != ("self",)
+            or code.co_flags & inspect.CO_GENERATOR
+            or module.startswith(("torchrl_trl_bridge.", "datasets."))
+        ):
+            continue
         if isinstance(frame.f_locals.get("self"), transformers.Trainer):
             found = frame
             if frame.f_code.co_name in ("evaluation_loop", "prediction_loop"):
