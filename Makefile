@@ -9,11 +9,12 @@ READY := .venv/.ready
 # Tests download nothing and hash strings alike in every run.
 OFFLINE := HF_HUB_OFFLINE=1 PYTHONHASHSEED=0
 
-.PHONY: help setup demo test lint format types check clean
+.PHONY: help setup demo test matrix lint format types check clean
 
 help:
 	@echo "make demo     run the whole job once: collect, score, train; writes $(DEMO_OUT)/"
 	@echo "make test     run all tests, the examples in docstrings and the code in README.md"
+	@echo "make matrix   run all tests on every pinned set of versions; ROW=<name of a file of constraints/> runs one"
 	@echo "make lint     report style and formatting faults"
 	@echo "make format   repair them"
 	@echo "make types    type-check the package"
@@ -35,6 +36,10 @@ demo: $(READY)
 test: $(READY)
 	$(OFFLINE) $(BIN)/python -m pytest
 
+# Makes its own environments, in .venv-matrix.
+matrix:
+	$(PYTHON) tools/matrix.py $(foreach row,$(ROW),--row $(row))
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +54,4 @@ types: $(READY)
 check: lint types test
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DEMO_OUT)
+	rm -rf .venv .venv-matrix .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DEMO_OUT)

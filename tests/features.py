@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,15 @@ def _streams(trainer: str) -> Callable[[], bool]:
     return ask
 
 
+def _has_plain_parsers() -> bool:
+    parameters = inspect.signature(_module("torchrl.envs.llm").GSM8KRewardParser).parameters
+    return parameters["tokenizer"].default is None
+
+
+def _has_can_sample() -> bool:
+    return hasattr(_module("torchrl.data").ReplayBuffer, "can_sample")
+
+
 def _has_plain_names() -> bool:
     from torchrl_trl_bridge.compat.trl import token_names_of_pairs
 
@@ -57,6 +67,8 @@ FEATURES: dict[str, tuple[Callable[[], bool], str]] = {
     "StalenessAwareSampler": (_has_sampler("StalenessAwareSampler"), "torchrl has StalenessAwareSampler from 0.12 on"),
     "Json": (_has_json, "datasets has Json from 4.7 on"),
     "plain names of tokens": (_has_plain_names, "RewardTrainer reads chosen_ids from trl 0.29 on"),
+    "parsers without tokenizer": (_has_plain_parsers, "TorchRL's reward parsers ask for a tokenizer up to 0.12"),
+    "can_sample": (_has_can_sample, "a replay buffer tells whether it can be sampled from torchrl 0.14 on"),
     "streams in GRPO": (_streams("GRPOTrainer"), "GRPO and RLOO take streams from trl 1.9 on"),
     "streams in KTO": (_streams("KTOTrainer"), "KTO takes streams from trl 1.8 on"),
     "extension": (_has_extension, "TorchRL's C++ extension does not load with this torch"),
@@ -88,6 +100,14 @@ def sampler_class(name: str) -> Any:
 def sampler_param(name: str) -> Any:
     """A sampler as a parameter of tests, which are skipped where this release has none of that name."""
     return pytest.param(sampler_class(name), marks=needs(name), id=name)
+
+
+def optional(module: str, name: str) -> Any:
+    """A name that some releases lack, or None: for the parameters of tests that are skipped without it."""
+    try:
+        return getattr(_module(module), name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def trl_class(name: str) -> Any:

@@ -284,8 +284,9 @@ def _stream(buffer: ReplayBuffer, seed: int) -> Any:
     rows = TorchRLBufferDataset(
         buffer, COMPLETIONS_PER_STEP // GROUP, keys=[("history", "prompt")], num_batches=None, seed=seed
     )
-    streaming = takes_streams(GRPOTrainer)  # an older release gets the same prompts as a snapshot
-    return rows.as_hf_dataset(streaming=streaming).rename_column("history.prompt", "prompt")
+    # An older release gets the same prompts as a snapshot.
+    dataset: Any = rows.as_hf_dataset() if takes_streams(GRPOTrainer) else rows.as_hf_dataset(streaming=False)
+    return dataset.rename_column("history.prompt", "prompt")
 
 
 def _speed(stream: Any, rows: int = 1000) -> float:

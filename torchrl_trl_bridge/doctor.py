@@ -63,12 +63,20 @@ def _tried(name: str, check: Callable[[], None]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             check()
-        except ModuleNotFoundError as error:
-            ours = (error.name or "").partition(".")[0] == "torchrl_trl_bridge"
-            status, why = ("failed", str(error)) if ours else ("skipped", f"{error.name} is not installed")
         except Exception as error:  # what goes wrong is what this is for
             status, why = "failed", f"{type(error).__name__}: {error}"
+            missing = _missing(error)
+            if missing is not None:
+                status, why = "skipped", f"{missing} is not installed"
     return {"name": name, "status": status, "why": why, "seconds": round(time.perf_counter() - started, 3)}
+
+
+def _missing(error: BaseException) -> str | None:
+    """The library whose lack is behind an error, if it is not installed."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name is None or name.partition(".")[0] == "torchrl_trl_bridge":
+        return _missing(error.__cause__) if error.__cause__ is not None else None
+    return name
 
 
 def _equal(found: Any, expected: Any) -> None:
@@ -231,13 +239,16 @@ def _try_transform() -> None:
 
 
 def _try_reward_func() -> None:
-    from torchrl.envs.llm import GSM8KRewardParser
+    import torch
+    from tensordict.nn import TensorDictModule
 
     from torchrl_trl_bridge import as_trl_reward_func
 
-    reward = as_trl_reward_func(GSM8KRewardParser())
-    completions = ["<think>two twos</think><answer>4</answer>", "four"]
-    _equal(reward(prompts=["2 + 2?"] * 2, completions=completions, answer=["#### 4"] * 2), [1.0, 0.0])
+    def shortness(ids: Any) -> Any:
+        return torch.tensor([-float(len(row)) for row in ids.unbind(0)])
+
+    reward = as_trl_reward_func(TensorDictModule(shortness, in_keys=[("tokens", "response")], out_keys=["reward"]))
+    _equal(reward(prompts=["2 + 2?"] * 2, completions=["4", "four"], completion_ids=[[7], [8, 9]]), [-1.0, -2.0])
 
 
 SMOKE_CHECKS: dict[str, Callable[[], None]] = {

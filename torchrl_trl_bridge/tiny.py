@@ -40,7 +40,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(_SPECIAL_TOKENS)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 would add token types, which Llama refuses
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer

@@ -487,6 +487,7 @@ def test_batches_without_rows_are_no_endless_wait() -> None:
         next(iter(TorchRLBufferDataset(replay_buffer, 2, num_batches=None, timeout=1)))
 
 
+@needs("can_sample")
 def test_the_samplers_own_reason_is_given() -> None:
     replay_buffer = buffer_of(
         TensorDict({"x": torch.arange(6)}, [6]), sampler=SamplerWithoutReplacement(drop_last=True), batch_size=4

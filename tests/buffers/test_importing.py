@@ -167,6 +167,7 @@ def tokenizer() -> Any:
     return made
 
 
+@needs("Json")
 def test_a_tokenizer_adds_tokens_masks_and_text() -> None:
     tok = tokenizer()
     replay_buffer = buffer()
@@ -301,6 +302,7 @@ def test_a_stream_is_read_no_further_than_it_is_written() -> None:
     assert max(held) <= 20
 
 
+@needs("Json")
 def test_rows_of_datasets_and_of_pairs_share_a_buffer() -> None:
     from tensordict import NonTensorData, TensorDict
 

@@ -19,6 +19,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from tests.features import needs
 from torchrl_trl_bridge import HFRewardModelWrapper, TRLRewardTransform, as_trl_reward_func
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
@@ -95,6 +96,7 @@ def test_scores_equal_trls_own(tmp_path: Path, conversational: bool) -> None:
     )
 
 
+@needs("parsers without tokenizer")
 @pytest.mark.parametrize(
     ("trainer_class", "config_class"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
 )
@@ -113,6 +115,7 @@ def test_torchrl_scorers_train_in_trl(tmp_path: Path, trainer_class: Any, config
     assert log["short/length"] == pytest.approx(-log["rewards/short/mean"]), "through log_metric"
 
 
+@needs("parsers without tokenizer")
 def test_a_missing_column_ends_the_training_with_its_name(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": text}], "solution": "4"} for text in QUESTIONS]
     with pytest.raises(KeyError, match="no column 'answer'"):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.data.replay_buffers import ConsumingSampler, RandomSampler
+from torchrl.data.replay_buffers import RandomSampler
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.features import needs
+from tests.features import needs, sampler_param
 from torchrl_trl_bridge import TorchRLBufferDataset
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
 
@@ -138,7 +138,7 @@ def test_grpo_uses_the_first_row_after_one_batch_was_drawn(tmp_path: Path) -> No
     assert draws[0] == 1
 
 
-@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, ConsumingSampler])
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, sampler_param("ConsumingSampler")])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_what_a_trainer_looks_at_before_it_trains_is_not_lost(sampler: type, mapped: bool, tmp_path: Path) -> None:
     # 8 rows, each drawn once: 2 steps of 4 need all of them.

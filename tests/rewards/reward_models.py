@@ -103,15 +103,18 @@ def padded(
     return TensorDict({"tokens": {"full": ids}, "masks": {"all_attention_mask": mask}}, [len(rows)])
 
 
+def _mask_of(model: nn.Module, length: int) -> dict[str, torch.Tensor]:
+    if "attention_mask" not in inspect.signature(model.forward).parameters:  # FNet before transformers 5
+        return {}
+    return {"attention_mask": torch.ones(1, length, dtype=torch.long)}
+
+
 def scores_alone(model: nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
     """The reference: each row in a call of its own, unpadded, in eval mode."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        scores = [
-            model(input_ids=row[None], attention_mask=torch.ones(1, len(row), dtype=torch.long)).logits[0, 0]
-            for row in rows
-        ]
+        scores = [model(input_ids=row[None], **_mask_of(model, len(row))).logits[0, 0] for row in rows]
     model.train(was_training)
     return torch.stack(scores).float()
 

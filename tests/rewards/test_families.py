@@ -36,7 +36,12 @@ LENGTHS = (6, 4, 40, 17, 4, 11)
 def test_reward_is_that_of_the_row_alone(family):
     if family not in pytest.importorskip("transformers").CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
-    model = small_model(family)
+    try:
+        model = small_model(family)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        pytest.skip(f"this transformers has no sequence classifier of {family}")
     rows = random_rows(LENGTHS)
     alone = scores_alone(model, rows)
     assert alone.std() > 1e-3, "the rows must differ for the comparison to mean anything"
@@ -53,9 +58,13 @@ def test_reward_is_that_of_the_row_alone(family):
     if family == "fnet":  # torch has no Fourier transform in bfloat16
         return
     model.to(torch.bfloat16)
+    try:
+        alone = scores_alone(model, rows)
+    except RuntimeError as error:
+        pytest.skip(f"{family} of this transformers does not run in bfloat16: {error}")
     rewards = HFRewardModelWrapper(model, inference_mode=True)(padded(rows, fill=7))["reward"]
     assert rewards.dtype == torch.float32
-    torch.testing.assert_close(rewards, scores_alone(model, rows), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(rewards, alone, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("family", ["bert", "gemma2", "gpt2", "llama", "opt", "qwen2", "roberta", "roformer"])

@@ -12,9 +12,9 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.envs import TransformedEnv
-from torchrl.envs.llm import ChatEnv, GSM8KRewardParser, IfEvalScorer, MATHRewardParser
-from torchrl.envs.llm.reward.countdown import CountdownRewardParser
+from torchrl.envs.llm import ChatEnv, GSM8KRewardParser, IfEvalScorer
 
+from tests.features import needs, optional
 from torchrl_trl_bridge import HFRewardModelWrapper, as_trl_reward_func
 from torchrl_trl_bridge.messages import messages_to_history
 from torchrl_trl_bridge.tiny import tiny_reward_model, tiny_tokenizer
@@ -43,6 +43,8 @@ def in_torchrl(transform: Any, texts: list[str], **columns: list[Any]) -> torch.
     return written["reward"].flatten()
 
 
+MATHRewardParser = optional("torchrl.envs.llm", "MATHRewardParser")
+CountdownRewardParser = optional("torchrl.envs.llm.reward.countdown", "CountdownRewardParser")
 SCORERS = {
     "gsm8k": (GSM8KRewardParser, {"answer": ["two and two #### 4"] * 3}, [1.0, 0.1, 0.0]),
     "math": (MATHRewardParser, {"answer": [r"so \boxed{4}"] * 3}, [1.0, 0.1, 0.0]),
@@ -50,6 +52,7 @@ SCORERS = {
 }
 
 
+@needs("parsers without tokenizer")
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_parsers_of_torchrl(scorer):
     make, columns, expected = SCORERS[scorer]
@@ -63,6 +66,7 @@ def test_parsers_of_torchrl(scorer):
     assert reward(prompts=["2 + 2?"] * 3, completions=ANSWERS, **columns) == pytest.approx(expected), "standard form"
 
 
+@needs("parsers without tokenizer")
 def test_what_a_parser_was_told_is_kept():
     reward = as_trl_reward_func(GSM8KRewardParser(in_keys=[("history", "full"), "truth"], format_reward=0.5))
     assert reward([PROMPT] * 3, replies(ANSWERS), truth=["#### 4"] * 3) == [1.0, 0.5, 0.0]
@@ -216,6 +220,7 @@ def test_sequence_of_modules(model):
     assert reward == pytest.approx(float(torch.sigmoid(judge.score_texts(["ab"]))))
 
 
+@needs("parsers without tokenizer")
 @pytest.mark.parametrize("used", [False, True])
 def test_pickles(model, used):
     columns = {"answer": ["#### 4"] * 3}
@@ -228,6 +233,7 @@ def test_pickles(model, used):
         assert rewards == (expected or reward([PROMPT] * 3, replies(ANSWERS), **columns))
 
 
+@needs("parsers without tokenizer")
 def test_the_scorer_itself_is_left_alone():
     scorer = GSM8KRewardParser()
     as_trl_reward_func(scorer)([PROMPT], replies(["4"]), answer=["#### 4"])

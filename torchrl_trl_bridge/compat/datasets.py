@@ -36,7 +36,7 @@ def list_of(feature: Any) -> Any:
 
 
 def feature_of_arrow_type(type_: Any) -> Any:
-    """The feature of an Arrow type (not exported by ``datasets``, 3.0 to 5.2)."""
+    """The feature of an Arrow type (not exported by ``datasets``, 3.1 to 5.2)."""
     return datasets.features.features.generate_from_arrow_type(type_)
 
 
@@ -45,7 +45,7 @@ def item_of(feature: Any) -> Any:
     return feature[0] if isinstance(feature, list) else feature.feature
 
 
-# Each returns a plain `IterableDataset`, written out by name (datasets 3.0 to 5.2).
+# Each returns a plain `IterableDataset`, written out by name (datasets 3.1 to 5.2).
 _DERIVING = (
     "add_column",
     "batch",
@@ -67,14 +67,21 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
     What is derived from it by ``map`` and the like is one too.
     """
 
+    _ex_iterable: Any
+
     @property
     def source(self) -> Any:
         """Where the rows come from; None while a stream is being made."""
         return getattr(self, "_ex_iterable", None)
 
     @property
+    def column_names(self) -> list[str] | None:
+        """The names of the features. datasets 3.1 would not ask a sub-class, which may come to know them later."""
+        return None if self.features is None else list(self.features)
+
+    @property
     def stated_features(self) -> datasets.Features | None:
-        """The features that the stream was given (datasets 3.0 to 5.2 keep them as a private field)."""
+        """The features that the stream was given (datasets 3.1 to 5.2 keep them as a private field)."""
         return self._info.features
 
     @stated_features.setter

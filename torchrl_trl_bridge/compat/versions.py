@@ -33,7 +33,7 @@ OLDEST = {
     "tensordict": "0.11",
     "trl": "0.24",
     "transformers": "4.56",
-    "datasets": "3.0",
+    "datasets": "3.1",
 }
 """The first supported releases. What is not named here is bounded by those that are: TRL asks for its accelerate."""
 

@@ -65,16 +65,15 @@ def as_trl_reward_func(
         ValueError: when called, if there is not one number for each completion.
 
     Examples:
-        >>> from torchrl.envs.llm import GSM8KRewardParser
-        >>> reward = as_trl_reward_func(GSM8KRewardParser(), name="gsm8k")
+        >>> from tensordict.nn import TensorDictModule
+        >>> def shortness(ids):
+        ...     return torch.tensor([-float(len(row)) for row in ids.unbind(0)])
+        >>> scorer = TensorDictModule(shortness, in_keys=[("tokens", "response")], out_keys=["reward"])
+        >>> reward = as_trl_reward_func(scorer, name="short")
         >>> reward.__name__
-        'gsm8k'
-        >>> reward(
-        ...     prompts=["2 + 2?"] * 2,
-        ...     completions=["<think>two twos</think><answer>4</answer>", "four"],
-        ...     answer=["2 + 2 is 4 #### 4"] * 2,
-        ... )
-        [1.0, 0.0]
+        'short'
+        >>> reward(prompts=["2 + 2?"] * 2, completions=["4", "four"], completion_ids=[[7], [8, 9]])
+        [-1.0, -2.0]
     """
     return _RewardFunction(scorer, reward_key, name, tokenizer, log_outputs)
 
