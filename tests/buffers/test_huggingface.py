@@ -161,6 +161,11 @@ def test_shuffle_holds_no_rows_back() -> None:
     assert sampler.draws == 2
 
 
+def test_columns_are_selected_from_what_was_mapped() -> None:
+    mapped = TorchRLBufferDataset(numbers(), 4).as_hf_dataset().map(lambda row: {"y": row["x"], "z": 0})
+    assert [list(row) for row in mapped.select_columns(["y"])] == [["y"]] * 4
+
+
 def test_a_look_before_training_loses_no_row() -> None:
     replay_buffer = numbers(12, sampler=SamplerWithoutReplacement())
     stream = TorchRLBufferDataset(replay_buffer, 4, num_batches=3).as_hf_dataset()

@@ -111,6 +111,10 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
 
     def select_columns(self, column_names: str | list[str]) -> Any:
         selected = [column_names] if isinstance(column_names, str) else list(column_names)
+        if self.features is None:  # what to remove is not known, and there is nothing that rows could be turned into
+            chosen = super().select_columns(selected)
+            chosen.__class__ = UnshuffledStream
+            return chosen
         self._check_columns(selected)
         removed = [name for name in self.column_names or () if name not in selected]
         return self._passed_on(_Selected(selected), removed, {name: name for name in selected})
