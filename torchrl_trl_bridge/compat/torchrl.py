@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.data
 import torchrl.data.replay_buffers as torchrl_buffers
 from tensordict import is_non_tensor, is_tensor_collection
 from torch.utils._pytree import tree_leaves, tree_map
@@ -148,7 +150,29 @@ def sample(replay_buffer: Any, batch_size: int) -> Any:
 
 
 def _sample(replay_buffer: Any, batch_size: int) -> Any:
+    if _iterates_itself(replay_buffer, batch_size) and _can_sample(replay_buffer, batch_size):
+        return next(iter(replay_buffer.as_dataset(num_batches=1)))
+    return _drawn(replay_buffer, batch_size)
+
+
+def _drawn(replay_buffer: Any, batch_size: int) -> Any:
     return replay_buffer.sample(batch_size) if _can_sample(replay_buffer, batch_size) else None
+
+
+def _iterates_itself(replay_buffer: Any, batch_size: int) -> bool:
+    """Whether the buffer's own dataset gives what is drawn here.
+
+    ``ReplayBuffer.as_dataset(num_batches)`` is announced for torchrl 0.15: batches of the buffer's own size, from its
+    own sampler, and in each data-loader worker from a copy of both. So it is right for a draw of that size outside of a
+    worker, and wrong for other sizes, for seeded draws, and in workers, which share the batches here.
+    """
+    as_dataset = getattr(type(replay_buffer), "as_dataset", None)
+    return (
+        as_dataset is not None
+        and "num_batches" in inspect.signature(as_dataset).parameters
+        and getattr(replay_buffer, "batch_size", None) == batch_size
+        and torch.utils.data.get_worker_info() is None
+    )
 
 
 def reason_not_to_sample(replay_buffer: Any, batch_size: int) -> str:
@@ -377,7 +401,7 @@ def sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) 
 def _sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) -> tuple[Any, Any]:
     # `sample` itself is called, not its parts, because it adds what each kind of buffer adds to a batch.
     with _seeded(replay_buffer, seed, sampler):
-        return _sample(replay_buffer, batch_size), sampler
+        return _drawn(replay_buffer, batch_size), sampler
 
 
 def advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sampler: Any) -> Any:
