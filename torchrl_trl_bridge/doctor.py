@@ -239,16 +239,15 @@ def _try_transform() -> None:
 
 
 def _try_reward_func() -> None:
-    import torch
     from tensordict.nn import TensorDictModule
 
     from torchrl_trl_bridge import as_trl_reward_func
 
-    def shortness(ids: Any) -> Any:
-        return torch.tensor([-float(len(row)) for row in ids.unbind(0)])
+    def high(ids: Any) -> Any:
+        return ids.float().mean(-1)
 
-    reward = as_trl_reward_func(TensorDictModule(shortness, in_keys=[("tokens", "response")], out_keys=["reward"]))
-    _equal(reward(prompts=["2 + 2?"] * 2, completions=["4", "four"], completion_ids=[[7], [8, 9]]), [-1.0, -2.0])
+    reward = as_trl_reward_func(TensorDictModule(high, in_keys=[("tokens", "response")], out_keys=["reward"]))
+    _equal(reward(prompts=["2 + 2?"] * 2, completions=["4", "5"], completion_ids=[[7, 1], [8, 2]]), [4.0, 5.0])
 
 
 SMOKE_CHECKS: dict[str, Callable[[], None]] = {

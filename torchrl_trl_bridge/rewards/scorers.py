@@ -66,14 +66,14 @@ def as_trl_reward_func(
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
-        >>> def shortness(ids):
-        ...     return torch.tensor([-float(len(row)) for row in ids.unbind(0)])
-        >>> scorer = TensorDictModule(shortness, in_keys=[("tokens", "response")], out_keys=["reward"])
-        >>> reward = as_trl_reward_func(scorer, name="short")
+        >>> def high(ids):
+        ...     return ids.float().mean(-1)
+        >>> scorer = TensorDictModule(high, in_keys=[("tokens", "response")], out_keys=["reward"])
+        >>> reward = as_trl_reward_func(scorer, name="high")
         >>> reward.__name__
-        'short'
-        >>> reward(prompts=["2 + 2?"] * 2, completions=["4", "four"], completion_ids=[[7], [8, 9]])
-        [-1.0, -2.0]
+        'high'
+        >>> reward(prompts=["2 + 2?"] * 2, completions=["4", "5"], completion_ids=[[7, 1], [8, 2]])
+        [4.0, 5.0]
     """
     return _RewardFunction(scorer, reward_key, name, tokenizer, log_outputs)
 
