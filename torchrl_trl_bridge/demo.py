@@ -31,7 +31,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import InitTracker, StepCounter
@@ -40,7 +39,7 @@ from torchrl.modules.llm import TransformersWrapper
 from tqdm import tqdm
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
-from torchrl_trl_bridge import HFRewardModelWrapper, TorchRLBufferDataset, __version__, compat
+from torchrl_trl_bridge import HFRewardModelWrapper, TorchRLBufferDataset, __version__, as_trl_reward_func, compat
 from torchrl_trl_bridge.compat.trl import takes_streams
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
@@ -157,7 +156,7 @@ def _job(
         before = _score(buffer, scorer, scored, "Score rollouts")
 
     streamed = Crossing("TorchRL → TRL", "TorchRLBufferDataset", "history.prompt → prompt")
-    rewarded = Crossing("HF → TRL", "HFRewardModelWrapper", "completion_ids → reward")
+    rewarded = Crossing("HF → TRL", "as_trl_reward_func", "completion_ids → reward")
     with stages.stage("train the policy"):
         curve = _train(policy, tokenizer, buffer, scorer, rewarded, steps, seed, scratch)
     streamed.rows = rewarded.rows // GROUP
@@ -328,26 +327,17 @@ def _train(
     return bar.values
 
 
-def _reward_function(scorer: HFRewardModelWrapper, tokenizer: Any, crossing: Crossing) -> Callable[..., list[float]]:
-    """The scorer of TorchRL rollouts as a reward function that TRL calls with its completions."""
+def _reward_function(
+    scorer: HFRewardModelWrapper, tokenizer: Any, crossing: Crossing
+) -> Callable[..., list[float | None]]:
+    """The scorer of TorchRL rollouts as a reward function of TRL, timed."""
+    score = as_trl_reward_func(scorer, tokenizer=tokenizer)
 
-    def reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-        prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    def reward(prompts: list[Any], **given: Any) -> list[float | None]:
         with crossing.carrying(len(prompts)):
-            rows = [_rollout(left + right) for left, right in zip(prompt_ids, completion_ids, strict=True)]
-            rewards: list[float] = scorer(lazy_stack(rows))["reward"].tolist()
-        return rewards
+            return score(prompts=prompts, **given)
 
     return reward
-
-
-def _rollout(ids: list[int]) -> TensorDictBase:
-    """One row with the keys that a TorchRL collector writes and the scorer reads."""
-    tokens = torch.tensor(ids)
-    return TensorDict(
-        {"tokens": {"full": tokens}, "masks": {"all_attention_mask": torch.ones_like(tokens, dtype=torch.bool)}}
-    )
 
 
 def _quiet_training(scratch: Path, seed: int) -> dict[str, Any]:

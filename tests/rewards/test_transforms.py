@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from reward_models import small_model
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors.llm import LLMCollector
@@ -21,7 +22,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_trl_bridge import HFRewardModelWrapper
+from torchrl_trl_bridge import HFRewardModelWrapper, as_trl_reward_func
 from torchrl_trl_bridge.rewards.transforms import ScorerTransform
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
@@ -208,3 +209,15 @@ def test_process_rewards_have_no_place_there(tmp_path: Path):
     score = HFRewardModelWrapper(tiny_reward_model(tmp_path), per_token=True)
     with pytest.raises(ValueError, match="per_token"):
         score.as_transform()
+
+
+def test_dropout_is_off_although_the_environment_trains():
+    model = small_model("bert", vocab_size=len(tiny_tokenizer())).train()
+    score = HFRewardModelWrapper(model, tokenizer=tiny_tokenizer(), input_key="text")
+    scored = [score.as_transform().train()(TensorDict({"text": ["abc", "d"]}, [2]))["next", "reward"] for _ in "ab"]
+    assert torch.equal(*scored)
+    assert model.training
+    rewards = as_trl_reward_func(
+        HFRewardModelWrapper(model, tokenizer=tiny_tokenizer(), input_key=("text", "response"))
+    )
+    assert rewards([""] * 2, ["abc", "d"]) == pytest.approx(scored[0].flatten().tolist(), abs=1e-5)

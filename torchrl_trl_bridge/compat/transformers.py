@@ -43,10 +43,7 @@ _POSITIONS_IN_CONFIG = {
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside a compiled, data-parallel or adapter wrapper: its signature and config are those that count."""
-    original = getattr(model, "_orig_mod", None)  # torch.compile (torch 2.0 to 2.14 have no public name for it)
-    if isinstance(original, nn.Module):
-        return inner_model(original)
+    """The model inside a data-parallel or adapter wrapper, whose signature and config are the ones that count."""
     if isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "config"):
         return inner_model(model.module)  # type: ignore[arg-type]
     unwrap = getattr(model, "get_base_model", None)  # peft

@@ -98,13 +98,15 @@ def _completion_ids(read: Mapping[Path, Column]) -> list[list[int]] | None:
 def _texts(read: Mapping[Path, Column], ids: list[list[int]] | None, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     for kind in ("history", "text"):
         prompt, response, full = (read.get((kind, part)) for part in ("prompt", "response", "full"))
-        if prompt is None or (response is None and full is None):
+        if prompt is None:
             continue
         prompts = list(prompt.values)
         if response is not None:
             completions = list(response.values)
-        else:  # only the whole is what an environment requires of a policy
-            completions = [_continuation(*pair) for pair in zip(prompts, full.values, strict=True)]  # type: ignore[union-attr]
+        elif full is not None:  # all that an environment requires of a policy
+            completions = [_continuation(*pair) for pair in zip(prompts, full.values, strict=True)]
+        else:
+            continue
         if kind == "text" and tokenizer is not None and ids is not None:
             completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
         return prompts, completions

@@ -29,12 +29,12 @@ def scoring(model: nn.Module, inference_mode: bool) -> Iterator[None]:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Puts a model and all its submodules into eval mode, and restores each one's flag."""
-    flags = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     try:
         # The flags themselves, not `.eval()`: some modules do more there, such as merging LoRA weights.
-        for module, _ in flags:
+        for module in training:
             module.training = False
         yield
     finally:
-        for module, training in flags:
-            module.training = training
+        for module in training:
+            module.training = True

@@ -56,13 +56,15 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         inference_mode: True calls the model under :func:`torch.inference_mode` and in eval mode, and gives each
             submodule its train/eval flag back. The rewards are ordinary tensors. False lets gradients reach the model
             and leaves the flags alone; the graph of every micro-batch then stays in memory until the rewards are
-            freed, so that micro-batches save time on padding but no peak memory.
+            freed, so that micro-batches save time on padding but no peak memory. Rewards that go into a buffer want
+            True, or :meth:`as_transform`.
         tokenizer: of the reward model. The text of a rollout is scored in place of its token ids, which are the
             policy's: a conversation through the tokenizer's chat template, a string as it is, without special tokens
             of its own, as TRL does for reward models. The model takes the tokenizer's padding id for its own.
         input_key: with a tokenizer, where that text is: ``("history", "full")`` by default. It holds a ``History``,
             lists of messages, or strings; a list of keys names parts that are joined, such as
-            ``[("text", "prompt"), ("text", "response")]``.
+            ``[("text", "prompt"), ("text", "response")]``. (Where TorchRL 0.14 pads rollouts with ``History``, their
+            text has the padding written out: score the ``History``.)
         chat_template_kwargs: passed to the chat template, such as ``{"tools": [...]}``.
         per_token: True for a model that scores each token, such as ``AutoModelForTokenClassification`` loads: a
             process reward model. ``reward_key`` then holds ``[*batch, tokens]``, in the layout of the token ids (ragged
@@ -270,7 +272,8 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
 
         Args:
             reward_key: where the reward goes, in the next tensordict: float32 ``[*batch, 1, 1]``, or in the shape and
-                dtype of the reward that an environment has there already. It carries no graph.
+                dtype of the reward that an environment has there already. It carries no graph, and the model is in eval
+                mode, whatever ``inference_mode``.
 
         Raises:
             ValueError: if the wrapper gives process rewards.

@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 
 from torchrl_trl_bridge.compat.torchrl import score_step, scores_steps
 from torchrl_trl_bridge.messages import messages_to_history
+from torchrl_trl_bridge.rewards.contexts import eval_mode
 from torchrl_trl_bridge.rewards.text import path_of
 from torchrl_trl_bridge.rollouts import Path, read_columns
 
@@ -56,7 +57,7 @@ def as_trl_reward_func(
 
     Returns:
         A reward function with a ``__name__``; it can be pickled if the scorer can. It gives one float per completion,
-        None where the scorer gave NaN, and runs without gradients.
+        None where the scorer gave NaN, and runs without gradients, modules in eval mode.
 
     Raises:
         TypeError: if ``scorer`` is neither a TensorDict module nor a transform.
@@ -269,8 +270,8 @@ class _Module:
         missing = offer.missing(paths)
         if missing:
             raise _missing(name, missing, offer)
-        batch = offer.make(paths)
-        written = self.module(batch)
+        with eval_mode(self.module):  # no gradient will want its dropout
+            written = self.module(offer.make(paths))
         return written.select(*self.module.out_keys)
 
 
@@ -281,9 +282,6 @@ class _Transform:
         self.transform = transform
         self.tokenizer = tokenizer
         self._in_mode: dict[str, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_in_mode": {}}
 
     def score(self, offer: _Offer, name: str) -> TensorDictBase:
         mode = "history" if offer.conversational else "text"

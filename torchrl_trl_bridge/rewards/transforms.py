@@ -13,6 +13,8 @@ from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_trl_bridge.rewards.contexts import eval_mode
+
 # TorchRL's own LLM environments and rewards have these dimensions beside the batch: tokens (or steps), and the reward.
 _SHAPE_OF_A_REWARD = torch.Size([1, 1])
 
@@ -35,7 +37,7 @@ class RewardTransform(Transform):  # type: ignore[misc]  # torchrl is untyped
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         with torch.no_grad():
             for key, values in self.rewards(tensordict).items():
-                next_tensordict.set(key, _shaped(values.detach(), key, next_tensordict))
+                next_tensordict.set(key, _shaped(values, key, next_tensordict))
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -87,5 +89,6 @@ class ScorerTransform(RewardTransform):
         self.scorer = scorer
 
     def rewards(self, rollouts: TensorDictBase) -> Mapping[NestedKey, torch.Tensor]:
-        scored: Any = self.scorer(rollouts, tensordict_out=rollouts.empty())
+        with eval_mode(self.scorer):  # no gradient will want its dropout, whatever `env.train()` says
+            scored: Any = self.scorer(rollouts, tensordict_out=rollouts.empty())
         return {self.out_keys[0]: scored.get(self.scorer.out_keys[0])}
