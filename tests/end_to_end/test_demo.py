@@ -91,4 +91,6 @@ def test_scores_in_training_equal_scores_of_rollouts(rollouts: ReplayBuffer, tmp
     prompts = [[{"role": "user", "content": rollouts[i]["query"]}] for i in range(8)]
     answers = [rollouts[i]["tokens", "response"].tolist() for i in range(8)]
     reward = demo._reward_function(scorer, tiny_tokenizer(), demo.Crossing("", "", ""))
-    torch.testing.assert_close(torch.tensor(reward(prompts, answers)), scorer(rows)["reward"])
+    completions = [[{"role": "assistant", "content": rollouts[i]["text", "response"]}] for i in range(8)]
+    rewards = reward(prompts=prompts, completions=completions, completion_ids=answers)
+    torch.testing.assert_close(torch.tensor(rewards), scorer(rows)["reward"])
