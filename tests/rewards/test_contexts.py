@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -52,3 +54,20 @@ def test_eval_methods_of_modules_are_not_called(model):
     with scoring(model, inference_mode=True):
         assert not model[-1].training
     assert model[-1].training
+
+
+def test_threads_take_turns_with_one_model(model):
+    before, seen = flags(model), []
+
+    def other() -> None:
+        with scoring(model, inference_mode=True):
+            seen.append(flags(model))
+
+    with scoring(model, inference_mode=True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.05)
+        assert not seen, "the other would find eval mode, and leave the model so or in train mode during this call"
+    thread.join(10)
+    assert not any(seen[0])
+    assert flags(model) == before

@@ -124,3 +124,13 @@ def test_signature_begins_with_theirs():
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+
+
+def test_weights_that_theirs_saved_load():
+    theirs = Theirs(small_model("bert", seed=1))
+    ours = HFRewardModelWrapper(small_model("bert", seed=2))
+    holder = nn.ModuleDict({"reward": ours})
+    holder.load_state_dict({f"reward.{name}": weight for name, weight in theirs.state_dict().items()})
+    for name, weight in theirs.model.state_dict().items():
+        assert torch.equal(ours.model.state_dict()[name], weight)
+    assert set(holder.state_dict()) == {f"reward.model.{name}" for name in theirs.model.state_dict()}

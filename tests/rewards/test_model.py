@@ -126,6 +126,14 @@ def test_no_rows(gpt2, shape):
     assert reward.dtype == torch.float32
 
 
+@pytest.mark.parametrize("mask", [None, "mask"])
+def test_no_ragged_rows(gpt2, mask):
+    nothing = torch.nested.nested_tensor_from_jagged(torch.zeros(0).long(), torch.zeros(1).long())
+    batch = TensorDict({"ids": nothing, "mask": nothing}, [0])
+    reward = HFRewardModelWrapper(gpt2, token_key="ids", attention_mask_key=mask)(batch)["reward"]
+    assert reward.shape == (0,)
+
+
 def test_padding_id_as_end_token():
     model = small_model("llama", pad_token_id=EOS)
     rows = [
@@ -318,6 +326,20 @@ def test_data_parallel_wrapper_is_looked_through():
     model = small_model("xlnet")  # of all families the one that needs most of its config
     rows = random_rows((4, 7))
     close(HFRewardModelWrapper(Parallel(model), inference_mode=True)(padded(rows))["reward"], scores_alone(model, rows))
+
+
+def test_a_module_around_a_model_is_padded_as_that_one():
+    class Scaled(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids, attention_mask):
+            return 2 * self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+    model = small_model("roberta")  # positions and padding follow its padding id
+    rows = random_rows((4, 7, 2))
+    close(HFRewardModelWrapper(Scaled(model))(padded(rows))["reward"], 2 * scores_alone(model, rows))
 
 
 def test_memory_follows_the_bound():

@@ -56,8 +56,12 @@ def saved_as(model: nn.Module) -> str:
 
 
 def config_of(model: nn.Module) -> Any:
-    """The model's config, or None."""
-    return getattr(inner_model(model), "config", None)
+    """The model's config; of a module of the user's own that holds a Hugging Face model, that one's; or None."""
+    config = getattr(inner_model(model), "config", None)
+    if config is not None:
+        return config
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((config for config in configs if hasattr(config, "model_type")), None)
 
 
 def text_config_of(model: nn.Module) -> Any:
@@ -72,7 +76,7 @@ def no_cache_arguments(model: nn.Module) -> dict[str, bool]:
     names = [name for name in ("use_cache", "use_mems") if name in parameters]
     if not names and _takes_any(parameters):
         # A model of several modalities hands the argument on to its text model.
-        text_config = getattr(config_of(model), "text_config", None)
+        text_config = getattr(getattr(inner_model(model), "config", None), "text_config", None)
         names = ["use_cache"] if getattr(text_config, "use_cache", False) else []
     return dict.fromkeys(names, False)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_NEW_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -18,12 +23,17 @@ def scoring(model: nn.Module, inference_mode: bool) -> Iterator[None]:
         inference_mode: True runs under :func:`torch.inference_mode` with the model and all its submodules in eval mode,
             and gives each submodule its own flag back, also after an error. False changes nothing: gradients reach the
             model unless the caller turned them off, and dropout is active if the model is in train mode.
+
+    Threads that score with one model take turns: its flags, and the padding id in its config, are those of one call.
     """
-    if not inference_mode:
-        yield
-        return
-    with eval_mode(model), torch.inference_mode():
-        yield
+    with _NEW_LOCK:
+        lock = _LOCKS.setdefault(model, threading.RLock())
+    with lock:
+        if not inference_mode:
+            yield
+            return
+        with eval_mode(model), torch.inference_mode():
+            yield
 
 
 @contextmanager

@@ -141,6 +141,9 @@ def _dense(
             raise ValueError(f"{argument} {key!r} holds a scalar; it needs a last dimension that runs over the tokens.")
         flat = value.reshape(value.shape[:-1].numel(), value.shape[-1])
         return value.shape[:-1], flat, torch.ones_like(flat, dtype=torch.bool)
+    if not value:
+        nothing = torch.zeros(0, 0, dtype=torch.long)
+        return batch_size if batch_size.numel() == 0 else torch.Size([0]), nothing, nothing.bool()
     # A row may have dimensions of its own, beyond those of the batch; nested tensors know but one of the batch's.
     inner = value[0].shape[:-1]
     if any(row.shape[:-1] != inner for row in value):

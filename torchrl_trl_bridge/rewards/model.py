@@ -155,6 +155,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
             )
         super().__init__()
         self.model = model
+        self.register_load_state_dict_pre_hook(_take_names_of_torchrl)
         for name, given, partner, has_partner in (
             ("input_key", input_key, "tokenizer=", tokenizer is not None),
             ("chat_template_kwargs", chat_template_kwargs, "tokenizer=", tokenizer is not None),
@@ -403,6 +404,13 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
             f"{first} and {second} cannot share a call: {type(self.model).__name__} has no padding id in its "
             "vocabulary (config.pad_token_id). Pass pad_token_id=, or micro_batch_size=1."
         )
+
+
+def _take_names_of_torchrl(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets weights load that the class of this name in torchrl (0.14) saved."""
+    theirs = f"{prefix}_reward_module.model."
+    for name in [name for name in state_dict if name.startswith(theirs)]:
+        state_dict[f"{prefix}model.{name.removeprefix(theirs)}"] = state_dict.pop(name)
 
 
 def _check_finite(rewards: torch.Tensor, rows: TokenRows) -> None:
