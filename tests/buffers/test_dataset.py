@@ -385,10 +385,18 @@ def test_strings_in_a_memory_mapped_storage_are_refused() -> None:
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
 def test_a_column_stored_whole_is_refused(storage: type) -> None:
-    column = NonTensorData(["a", "b", "c"], batch_size=[3])
-    replay_buffer = buffer_of(TensorDict({"s": column, "x": torch.arange(3)}, [3]), storage)
-    with pytest.raises(ValueError, match=r"column 's' holds the whole column.*NonTensorStack"):
-        next(iter(TorchRLBufferDataset(replay_buffer, 8)))
+    for items in (["a", "b", "c"], [["a"], ["b", "c"], []], [1.5, 2.5, None]):
+        column = NonTensorData(items, batch_size=[3])
+        replay_buffer = buffer_of(TensorDict({"s": column, "x": torch.arange(3)}, [3]), storage)
+        with pytest.raises(ValueError, match=r"column 's' holds the whole column.*NonTensorStack"):
+            next(iter(TorchRLBufferDataset(replay_buffer, 8)))
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_equal_lists_of_as_many_items_as_there_are_rows_are_kept(storage: type) -> None:
+    rows = [TensorDict({"choices": NonTensorData(["a", "b", "c"]), "x": torch.tensor(i)}) for i in range(3)]
+    replay_buffer = buffer_of(lazy_stack(rows), storage)
+    assert [row["choices"] for row in TorchRLBufferDataset(replay_buffer, 8)] == [["a", "b", "c"]] * 8
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
@@ -468,7 +476,9 @@ def test_rows_of_one_batch_share_nothing() -> None:
 def test_values_without_a_plain_form() -> None:
     import numpy as np
 
+    objects = np.array([{"x": 1}, None], dtype=object)
     value = {"t": (1, 2), "n": np.int64(3), "a": np.arange(2), "td": TensorDict({"x": torch.ones(1)})}
+    value |= {"s": np.array(["x", "y"]), "o": objects}
     replay_buffer = ReplayBuffer(storage=ListStorage(2))
     replay_buffer.add(TensorDict({"v": NonTensorData(value)}))
     row = next(iter(TorchRLBufferDataset(replay_buffer, 1)))["v"]
@@ -476,6 +486,16 @@ def test_values_without_a_plain_form() -> None:
     assert type(row["n"]) is int
     assert torch.equal(row["a"], torch.arange(2))
     assert type(row["td"]) is dict
+    assert row["s"] == ["x", "y"]
+    assert row["o"] == [{"x": 1}, None]
+
+
+def test_an_object_that_cannot_be_copied_is_named() -> None:
+    replay_buffer = ReplayBuffer(storage=ListStorage(2))
+    replay_buffer.add(TensorDict({"v": NonTensorData(threading.Lock()), "x": torch.tensor(1)}))
+    with pytest.raises(TypeError, match=r"column 'v' holds a lock that cannot be copied.*keys=\["):
+        next(iter(TorchRLBufferDataset(replay_buffer, 1)))
+    assert next(iter(TorchRLBufferDataset(replay_buffer, 1, keys=["x"])))["x"] == 1
 
 
 # Empty buffers

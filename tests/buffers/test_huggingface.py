@@ -294,14 +294,46 @@ def test_python_values_come_back_as_they_were() -> None:
     assert list(snapshot) == rows
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32])
+FLOATS = [torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, *FLOATS])
 def test_tensors_of_any_rank_and_dtype(dtype: torch.dtype) -> None:
     data = {f"d{n}": torch.arange(2 * 3**n).view(2, *[3] * n).to(dtype) for n in range(4)}
     replay_buffer = ReplayBuffer(storage=LazyTensorStorage(10))
     replay_buffer.extend(TensorDict(data, [2]))
     snapshot = TorchRLBufferDataset(replay_buffer, 2).as_hf_dataset(streaming=False).with_format("torch")
     for name, values in data.items():
-        assert torch.equal(torch.stack(list(snapshot[name])).to(dtype), values)
+        assert torch.equal(torch.stack(list(snapshot[name])).to(dtype).float(), values.float())
+
+
+@needs("Json")
+def test_tensors_of_several_dtypes_and_ranks() -> None:
+    rows = [torch.ones(2), torch.arange(3), torch.ones(1, 2)]
+    replay_buffer = ReplayBuffer(storage=ListStorage(10), sampler=SamplerWithoutReplacement(shuffle=False))
+    for row in rows:
+        replay_buffer.add(TensorDict({"v": row}))
+    dataset = TorchRLBufferDataset(replay_buffer, 3)
+    assert list(dataset.as_hf_dataset(streaming=False)["v"]) == [[1.0, 1.0], [0, 1, 2], [[1.0, 1.0]]]
+    for row, expected in zip(dataset.as_hf_dataset(), rows, strict=True):
+        assert row["v"].dtype == expected.dtype
+        assert torch.equal(row["v"], expected)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_dtype_that_arrow_lacks_is_named(streaming: bool) -> None:
+    dataset = TorchRLBufferDataset(buffer_of_complex(), 2)
+    with pytest.raises(TypeError, match=r"column 'z'.*torch.complex64.*keys=\["):
+        dataset.as_hf_dataset(streaming=streaming).column_names  # noqa: B018
+    assert next(iter(dataset))["z"].dtype == torch.complex64
+    chosen = TorchRLBufferDataset(buffer_of_complex(), 2, keys=["x"]).as_hf_dataset(streaming=streaming)
+    assert chosen.column_names == ["x"]
+
+
+def buffer_of_complex() -> ReplayBuffer:
+    replay_buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    replay_buffer.extend(TensorDict({"z": torch.ones(2, dtype=torch.complex64), "x": torch.arange(2)}, [2]))
+    return replay_buffer
 
 
 def test_ragged_tensors_of_any_rank() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -23,10 +25,30 @@ _PYTHON_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string"}
 def feature_of(name: str, values: Values) -> Any:
     """The Hugging Face feature of a column, from its values.
 
-    Tensors give (nested lists of) their dtype, bfloat16 gives float32. Python values of one type give that type.
-    Dictionaries that hold strings under the same keys, as plain messages do, give a struct; others ``datasets.Json``,
-    which keeps the keys of each row; where ``datasets`` has none, a struct of all keys.
+    Tensors give (nested lists of) their dtype, float32 for floats of 8 bits and bfloat16. Python values of one type
+    give that type. Dictionaries that hold strings under the same keys, as plain messages do, give a struct; others, and
+    tensors of several dtypes or ranks, ``datasets.Json``, which takes each row as it is; where ``datasets`` has none, a
+    struct of all keys.
+
+    Raises:
+        TypeError: for values that Arrow has no type for; it names the column.
     """
+    with _naming(name):
+        return _feature_of(values)
+
+
+@contextmanager
+def _naming(column: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
+        raise TypeError(
+            f"column {column!r} holds values that a Hugging Face dataset cannot: {error}. Leave it out with "
+            "keys=[...], or iterate the TorchRLBufferDataset itself."
+        ) from error
+
+
+def _feature_of(values: Values) -> Any:
     if isinstance(values, torch.Tensor):
         return _tensor_feature(values.dtype, values.dim() - 1)
     present = [value for value in values if value is not None]
@@ -34,18 +56,26 @@ def feature_of(name: str, values: Values) -> Any:
         return datasets.Value("null")
     if all(isinstance(value, torch.Tensor) for value in present):
         kinds = {(value.dtype, value.dim()) for value in present}
-        if len(kinds) > 1:
-            raise TypeError(f"the rows of column {name!r} hold tensors of several dtypes or dimensions: {kinds}.")
-        return _tensor_feature(*kinds.pop())
+        if len(kinds) == 1:
+            return _tensor_feature(*kinds.pop())
+        if HAS_JSON and not any(dtype.is_complex for dtype, _ in kinds):
+            return datasets.Json()
+        raise TypeError(f"its tensors are of several dtypes or ranks, {', '.join(sorted(map(str, kinds)))}")
     return _python_feature(present)
 
 
 def _tensor_feature(dtype: torch.dtype, dims: int) -> Any:
-    name = "float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
-    feature: Any = datasets.Value(name)
+    if dtype.is_complex:
+        raise TypeError(f"Arrow has no type for {dtype} (it has for torch.view_as_real of them)")
+    feature: Any = datasets.Value("float32" if _has_no_numpy_dtype(dtype) else str(dtype).removeprefix("torch."))
     for _ in range(dims):
         feature = datasets.Sequence(feature)
     return feature
+
+
+def _has_no_numpy_dtype(dtype: torch.dtype) -> bool:
+    # float32 holds each value of these.
+    return dtype == torch.bfloat16 or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 def _python_feature(present: list[Any]) -> Any:
@@ -89,23 +119,18 @@ def column_of(name: str, chunks: list[tuple[Column, int]]) -> tuple[pa.ChunkedAr
     present = [column.values for column, _ in chunks if len(column.values)]
     dense = [values for values in present if isinstance(values, torch.Tensor)]
     flat = [values.flat.dtype for values in present if isinstance(values, FreshRows)]
-    try:
+    with _naming(name):
         if len(flat) == len(present) and len(set(flat)) == 1:
             feature = _tensor_feature(flat[0], 1)
         elif len(dense) == len(present) and len({(values.dtype, values.dim()) for values in dense}) == 1:
-            feature = feature_of(name, dense[0])
+            feature = _feature_of(dense[0])
         else:
-            feature = feature_of(name, [value for values in present for value in _listed(values)])
+            feature = _feature_of([value for values in present for value in _listed(values)])
         type_ = datasets.Features({name: feature}).arrow_schema.field(name).type
         arrays = [
             _array(column.values, feature, type_) if len(column.values) else pa.nulls(size, type_)
             for column, size in chunks
         ]
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
-        raise TypeError(
-            f"column {name!r} holds values that a datasets.Dataset cannot: {error}. "
-            "Leave it out with keys=[...], or stream the buffer."
-        ) from error
     return pa.chunked_array(arrays, type_), feature
 
 
@@ -114,6 +139,9 @@ def _listed(values: Values) -> list[Any]:
 
 
 def _array(values: Values, feature: Any, type_: pa.DataType) -> pa.Array:
+    if HAS_JSON and isinstance(feature, datasets.Json):
+        listed = [value.tolist() if isinstance(value, torch.Tensor) else own(value) for value in _listed(values)]
+        return _python_array(listed, feature, type_)
     if isinstance(values, torch.Tensor):
         return _dense_array(values)
     if isinstance(values, FreshRows):
@@ -128,7 +156,7 @@ def _array(values: Values, feature: Any, type_: pa.DataType) -> pa.Array:
 
 def _flat(tensor: torch.Tensor) -> pa.Array:
     tensor = tensor.detach().cpu().contiguous().reshape(-1)
-    return pa.array(tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())
+    return pa.array(tensor.float().numpy() if _has_no_numpy_dtype(tensor.dtype) else tensor.numpy())
 
 
 def _dense_array(tensor: torch.Tensor) -> pa.Array:

@@ -50,7 +50,7 @@ def _holds_python(column: Column) -> bool:
 
 
 def _rows_share_a_list(values: Any) -> bool:
-    shared = Counter(_identity(value) for value in values if _may_be_a_column(value))
+    shared = Counter(_content(value) for value in values if _may_be_a_column(value))
     return any(count > 1 for count in shared.values())
 
 
@@ -59,18 +59,23 @@ def _may_be_a_column(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], dict)
 
 
-def _identity(value: Any) -> tuple[int, ...]:
-    # Some storages copy the list for each row, with the items that it has. A few of these tell lists apart.
-    return len(value), *(id(value[place * (len(value) - 1) // 7]) for place in range(8))
+def _content(value: list[Any]) -> tuple[Any, ...]:
+    # A few of its items: each of 5,000 rows may hold all 5,000 items.
+    return len(value), *(repr(value[place * (len(value) - 1) // 7]) for place in range(8))
+
+
+def _object(value: list[Any]) -> tuple[Any, ...]:
+    return len(value), id(value)
 
 
 def _is_stored_whole(replay_buffer: Any, path: Path) -> bool:
-    """Whether as many rows share one list as it has items."""
+    """Whether as many rows share one list as it has items. A storage that copies lists leaves but their content."""
     buffers = compat.members(replay_buffer)
     if buffers is not None:
         return any(_is_stored_whole(buffer, path) for buffer in buffers)
     rows = compat.read_rows(replay_buffer, torch.arange(min(len(replay_buffer), SCANNED_ROWS)))
     column = read_columns(rows, [path]).get(path)
-    holders = Counter(_identity(value) for value in (column.values if column else ()) if _may_be_a_column(value))
+    identity = _object if compat.keeps_objects(replay_buffer) else _content
+    holders = Counter(identity(value) for value in (column.values if column else ()) if _may_be_a_column(value))
     # Of a column longer than the rows that are read, all rows that are read hold it.
     return any(count == min(length, SCANNED_ROWS) for (length, *_), count in holders.items())

@@ -94,7 +94,11 @@ def check_names(leaves: Iterable[Path]) -> None:
 def own(value: Any) -> Any:
     """A plain copy of a non-tensor value: what is done to it does not reach the buffer.
 
-    Tuples become lists, NumPy scalars Python numbers, NumPy arrays tensors, tensordicts inside a value dicts.
+    Tuples become lists, NumPy scalars Python numbers, NumPy arrays tensors (lists, where they hold no numbers),
+    tensordicts inside a value dicts.
+
+    Raises:
+        TypeError: for an object that cannot be copied.
     """
     kind = type(value)
     if kind in _IMMUTABLE:
@@ -108,7 +112,10 @@ def own(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
+        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else own(value.tolist())
     if is_container(value):
         return {flat_name(path): own(column.values[0]) for path, column in read_columns([value]).items()}
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise TypeError(f"a {kind.__name__} that cannot be copied ({error})") from error

@@ -26,8 +26,16 @@ def to_rows(
 
     Returns:
         One dict a row. Tensors of a column are views of one tensor made for this batch.
+
+    Raises:
+        TypeError: for a value that cannot be copied; it names the column.
     """
-    values = [_row_values(column.values, device, scalars, copy) for column in columns.values()]
+    values = []
+    for name, column in columns.items():
+        try:
+            values.append(_row_values(column.values, device, scalars, copy))
+        except TypeError as error:
+            raise TypeError(f"column {name!r} holds {error}: leave it out with keys=[...].") from error
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
