@@ -112,7 +112,7 @@ def read_columns(batch: Any, paths: Iterable[Path] | None = None) -> dict[Path, 
 def _read_batch(batch: Any, path: Path, wanted: Wanted, columns: dict[Path, Column]) -> None:
     """Reads a batch whose first dimension runs over the rows."""
     if is_history(batch):
-        columns[path] = Column([history_to_messages(row) for row in stacked_rows(batch) or batch.unbind(0)])
+        columns[path or VALUE] = Column([_conversation(row) for row in stacked_rows(batch) or batch.unbind(0)])
     elif is_container(batch):
         rows = stacked_rows(batch)
         if rows is None and hasattr(batch, "tensordicts"):  # stacked along another dimension
@@ -217,8 +217,13 @@ def _read_field(values: list[Any], path: Path, wanted: Wanted, columns: dict[Pat
 def _messages(value: Any) -> Any:
     """A conversation, which other rows may hold as plain messages."""
     if is_history(value):
-        return history_to_messages(value)
+        return _conversation(value)
     return plain_value(value) if is_non_tensor_leaf(value) else value
+
+
+def _conversation(history: Any) -> Any:
+    messages = history_to_messages(history)
+    return [messages] if isinstance(messages, dict) else messages  # a turn that stands alone
 
 
 def _is_nested(value: Any) -> bool:

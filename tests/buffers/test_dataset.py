@@ -373,6 +373,20 @@ def test_a_key_of_two_kinds_is_named() -> None:
         next(iter(TorchRLBufferDataset(replay_buffer, 2)))
 
 
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage, LazyTensorStorage])
+def test_conversations_without_keys(storage: type) -> None:
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ("ab", "cd")]
+    replay_buffer = ReplayBuffer(storage=storage(4), sampler=SamplerWithoutReplacement(shuffle=False))
+    replay_buffer.extend(History.from_chats(chats))
+    assert list(TorchRLBufferDataset(replay_buffer, 2)) == [{"value": chat} for chat in chats]
+
+
+def test_a_turn_that_stands_alone_is_a_conversation() -> None:
+    replay_buffer = ReplayBuffer(storage=ListStorage(2))
+    replay_buffer.add(TensorDict({"turn": History(role="user", content="a")}))
+    assert next(iter(TorchRLBufferDataset(replay_buffer, 1)))["turn"] == [{"role": "user", "content": "a"}]
+
+
 # What TorchRL lost
 
 

@@ -59,12 +59,12 @@ def _may_be_a_column(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], dict)
 
 
-def _content(value: list[Any]) -> tuple[Any, ...]:
+def _content(value: Any) -> tuple[Any, ...]:
     # A few of its items: each of 5,000 rows may hold all 5,000 items.
     return len(value), *(repr(value[place * (len(value) - 1) // 7]) for place in range(8))
 
 
-def _object(value: list[Any]) -> tuple[Any, ...]:
+def _object(value: Any) -> tuple[Any, ...]:
     return len(value), id(value)
 
 

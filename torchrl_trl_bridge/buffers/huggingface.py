@@ -73,6 +73,16 @@ class BufferStream(UnshuffledStream):
         self._check_user()
         return super().map(*args, **kwargs)
 
+    def shuffle(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the stream itself: its rows are drawn at random already."""
+        self._check_user()
+        return super().shuffle(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._check_user()
+        rows: Iterator[dict[str, Any]] = super().__iter__()
+        return rows
+
     def _check_user(self) -> None:
         examples = self.source
         if isinstance(examples, _BufferExamples):
