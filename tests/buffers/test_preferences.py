@@ -215,3 +215,10 @@ def test_all_pairs_are_those_that_one_would_write_by_hand(rewards: list[float], 
     stats, rated = pairs.stats(), sum(reward == reward for reward in rewards)
     assert stats["pairs"] + stats["ties"] + stats["identical"] == rated * (rated - 1) // 2
     assert stats["nan"] == size - rated
+
+
+def test_groups_that_never_fill_are_told() -> None:
+    pairs = of_text(2, max_waiting=3)
+    written(pairs, rollouts(["a", "b", "c"], ["x"] * 3, [0.0] * 3))
+    with pytest.raises(RuntimeError, match=r"4 rollouts of 4 prompts wait .* groups of 2.*max_waiting"):
+        written(pairs, rollouts(["d"], ["x"], [0.0]))

@@ -55,10 +55,13 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         strategy: ``"best-worst"`` makes one pair a group, ``"best-random"`` one of the best and any other, ``"all"``
             every pair of a group.
         seed: of the choice of ``"best-random"``.
+        max_waiting: how many rollouts may wait for the rest of their group.
 
     Raises:
         ValueError: if ``group_size`` is below 2, the margin negative, or the strategy unknown.
         KeyError: while writing, if a key holds nothing; it names the available keys.
+        RuntimeError: while writing, if more than ``max_waiting`` rollouts wait: most prompts then get less than
+            ``group_size`` of them.
 
     Notes:
         Token ids are written without stored padding, as ``("masks", "all_attention_mask")`` tells it.
@@ -92,6 +95,7 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         margin: float = 0.0,
         strategy: str = "best-worst",
         seed: int | None = None,
+        max_waiting: int = 100_000,
     ) -> None:
         super().__init__()
         if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 2:
@@ -103,6 +107,7 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         self.group_size = group_size
         self.margin = margin
         self.strategy = strategy
+        self.max_waiting = max_waiting
         self._prompt = KeySelection([prompt_key])
         self._response = KeySelection([_beside(prompt_key) if response_key is None else response_key])
         self._reward = KeySelection([reward_key])
@@ -110,6 +115,7 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         self._whole = (self._response.paths or [()])[-1][-1] == "full"
         self._random = random.Random(seed)
         self._groups: dict[Hashable, list[_Rollout]] = defaultdict(list)
+        self._waiting = 0
         self._counts: Counter[str] = Counter()
 
     def stats(self) -> dict[str, int]:
@@ -124,7 +130,7 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         counted = ("groups", "pairs", "ties", "identical", "nan", "not_done")
         waiting = {
             "unfinished_groups": len(self._groups),
-            "waiting_rollouts": sum(map(len, self._groups.values())),
+            "waiting_rollouts": self._waiting,
         }
         return {name: self._counts[name] for name in counted} | waiting
 
@@ -136,6 +142,12 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         batch = tensordict.reshape(-1) if tensordict.ndim != 1 else tensordict
         rows = [row for group in self._finished_groups(batch) for row in self._pairs(group)]
         self._counts["pairs"] += len(rows)
+        if self._waiting > self.max_waiting:
+            raise RuntimeError(
+                f"{self._waiting} rollouts of {len(self._groups)} prompts wait for the rest of their groups of "
+                f"{self.group_size}. Let each prompt have {self.group_size} rollouts, or raise max_waiting "
+                f"({self.max_waiting})."
+            )
         return lazy_stack(rows) if rows else None
 
     def _finished_groups(self, batch: TensorDictBase) -> Iterator[list[_Rollout]]:
@@ -152,8 +164,10 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
             prompt, response = _unpadded(prompts.values[i], responses.values[i], leaves.get(_ATTENDED), i)
             group = self._groups[_identity(prompt)]
             group.append(_Rollout(own(prompt), own(response), reward))
+            self._waiting += 1
             if len(group) == self.group_size:
                 self._counts["groups"] += 1
+                self._waiting -= self.group_size
                 yield self._groups.pop(_identity(prompt))
 
     def _pairs(self, group: list[_Rollout]) -> Iterator[TensorDictBase]:
