@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints/torchrl0.14.1-trl1.16.0.txt
 DEMO_OUT ?= demo-out
 BIN := .venv/bin
-READY := .venv/.ready
+READY := .venv/.ready-$(basename $(notdir $(CONSTRAINTS)))
 
 # Tests download nothing and hash strings alike in every run.
 OFFLINE := HF_HUB_OFFLINE=1 PYTHONHASHSEED=0

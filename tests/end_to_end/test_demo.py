@@ -47,6 +47,15 @@ def test_the_reward_rises(finished: tuple[subprocess.CompletedProcess[str], Path
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_it_trains_a_model_of_the_users_own(tmp_path: Path) -> None:
+    tiny_causal_lm(tmp_path / "mine", seed=3)
+    out = tmp_path / "out"
+    assert demo.run(model=str(tmp_path / "mine"), steps=30, seed=1, out=out) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["model"] == str(tmp_path / "mine")
+    assert summary["mean_reward_after"] > summary["mean_reward_before"]
+
+
 def test_the_output_is_clean(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, _ = finished
     assert "What crossed the bridge" in done.stdout
