@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.features import needs
+
 
 def example() -> Any:
     path = Path(__file__).parents[2] / "examples" / "offline_to_online.py"
@@ -19,6 +21,7 @@ def example() -> Any:
     return module
 
 
+@needs("streams in GRPO")
 def test_the_reward_rises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewards = example().run(steps=8, pairs=64, samples=64, seed=0, scratch=tmp_path)
     assert list(rewards) == ["untrained", "after DPO", "after GRPO", "after SFT"]

@@ -21,6 +21,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from tests.features import needs, needs_trl_class, takes_streams, trl_class
 from torchrl_trl_bridge import DatasetType, PreferencePairs, TorchRLBufferDataset
+from torchrl_trl_bridge.compat.trl import needs_of
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 GROUP = 4
@@ -81,6 +82,7 @@ class Case:
 
 # Some releases of TRL lack these, and keep them in different modules.
 DistillationTrainer = trl_class("DistillationTrainer")
+OF_MESSAGES = DistillationTrainer is not None and needs_of(DistillationTrainer).columns == (("messages",),)
 CPOTrainer, CPOConfig = trl_class("CPOTrainer"), trl_class("CPOConfig")
 ORPOTrainer, ORPOConfig = trl_class("ORPOTrainer"), trl_class("ORPOConfig")
 
@@ -107,7 +109,8 @@ CASES = {
         trl.RewardTrainer, trl.RewardConfig, "preference", "pairs", forms=("conversational", "standard", "tokenized")
     ),
     "distillation": Case(
-        DistillationTrainer, trl_class("DistillationConfig"), "prompt-only", arguments={"max_completion_length": 4}
+        DistillationTrainer, trl_class("DistillationConfig"), "language-modeling" if OF_MESSAGES else "prompt-only",
+        arguments={"max_completion_length": 4}, forms=("conversational", "standard")[: 1 if OF_MESSAGES else 2],
     ),
     "cpo": Case(CPOTrainer, CPOConfig, "preference", "pairs", {"max_length": 64}),
     "orpo": Case(ORPOTrainer, ORPOConfig, "preference", "pairs", {"max_length": 64}),

@@ -79,7 +79,18 @@ def needs_of(trainer_class: type) -> Needs:
     Raises:
         TypeError: for a class that is none of the known trainers.
     """
-    return _NEEDS[_known_base(trainer_class).__name__]
+    base = _known_base(trainer_class)
+    if _repeats_batches_itself(base):
+        return Needs((("messages",),), ("language-modeling",))
+    return _NEEDS[base.__name__]
+
+
+def _repeats_batches_itself(base: type) -> bool:
+    """Whether this is the experimental DistillationTrainer (TRL 1.4 and 1.8), which reads conversations.
+
+    Can go when TRL 1.8 leaves the matrix.
+    """
+    return hasattr(sys.modules[base.__module__], "_RepeatBatchDataLoader")
 
 
 def is_known(trainer_class: type) -> bool:
@@ -104,6 +115,8 @@ def takes_streams(trainer_class: type) -> bool:
     """
     base = _known_base(trainer_class)
     module = sys.modules[base.__module__]
+    if _repeats_batches_itself(base):
+        return True
     if not hasattr(module, "IterableDataset"):
         return False
     return base.__name__ not in _REPEAT_PROMPTS or hasattr(module, "repeat_iterable_dataset")
