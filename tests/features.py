@@ -52,6 +52,12 @@ def _has_plain_names() -> bool:
     return token_names_of_pairs()[0] == "chosen_ids"
 
 
+def _has_log_extra() -> bool:
+    from torchrl_trl_bridge.compat.trl import arguments_of_reward_functions
+
+    return "log_extra" in arguments_of_reward_functions()
+
+
 def _has_extension() -> bool:
     try:
         _module("torchrl._torchrl")
@@ -71,6 +77,7 @@ FEATURES: dict[str, tuple[Callable[[], bool], str]] = {
     "can_sample": (_has_can_sample, "a replay buffer tells whether it can be sampled from torchrl 0.14 on"),
     "streams in GRPO": (_streams("GRPOTrainer"), "GRPO and RLOO take streams from trl 1.9 on"),
     "streams in KTO": (_streams("KTOTrainer"), "KTO takes streams from trl 1.8 on"),
+    "log_extra": (_has_log_extra, "reward functions get log_extra and log_metric from trl 1.0 on"),
     "extension": (_has_extension, "TorchRL's C++ extension does not load with this torch"),
 }
 

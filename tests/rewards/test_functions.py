@@ -19,7 +19,9 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm import TransformersWrapper
 
+from tests.features import needs
 from torchrl_trl_bridge import HFRewardModelWrapper, TRLRewardTransform
+from torchrl_trl_bridge.compat.trl import arguments_of_reward_functions
 from torchrl_trl_bridge.messages import history_to_messages
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
@@ -52,9 +54,15 @@ def test_standard_arguments():
     assert seen.called["level"] == [0, 1]
     assert type(seen.called["level"][0]) is int, "as a dataset gives it"
     assert seen.called["trainer_state"] is None
+    assert set(seen.called) == {"prompts", "completions", "answer", "level", *arguments_of_reward_functions()}
+
+
+@needs("log_extra")
+def test_logging_arguments():
+    seen = Seen()
+    TRLRewardTransform(seen)(texts())
     seen.called["log_extra"]("column", [1, 2])
     seen.called["log_metric"]("metric", 1.0)
-    assert set(seen.called) == {"prompts", "completions", "answer", "level", "trainer_state", "log_extra", "log_metric"}
 
 
 def test_arguments_of_every_kind_of_collected_buffer(collected):
@@ -126,6 +134,7 @@ def test_a_function_that_lacks_an_argument_is_named():
         TRLRewardTransform(exact)(texts())
 
 
+@needs("log_extra")
 def test_logging():
     def logs(completions: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
         log_extra("first", [completion[0] for completion in completions])

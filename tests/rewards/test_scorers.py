@@ -72,6 +72,7 @@ def test_what_a_parser_was_told_is_kept():
     assert reward([PROMPT] * 3, replies(ANSWERS), truth=["#### 4"] * 3) == [1.0, 0.5, 0.0]
 
 
+@needs("parsers without tokenizer")
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("conversational", [True, False])
 def test_missing_answers(scorer, conversational):
