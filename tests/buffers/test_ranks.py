@@ -129,10 +129,10 @@ def test_rank_0_may_look_before_the_others() -> None:
 
 def _look_at_consumed(rank: int) -> Any:
     replay_buffer = buffer_of(12 if rank == 0 else 0, sampler=ConsumingSampler())
-    dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=3)
+    stream = TorchRLBufferDataset(replay_buffer, 4, num_batches=3).as_hf_dataset()
     for _ in range(3):
-        next(iter(dataset))
-    return [row["s"] for row in dataset]
+        next(iter(stream))
+    return [row["s"] for row in stream]
 
 
 @needs("ConsumingSampler")

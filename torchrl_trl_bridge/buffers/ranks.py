@@ -127,7 +127,7 @@ class Leader:
             for batch in draw():
                 outbox.check(number, batches)
                 about = {"kind": "batch", "number": batch.number, "start": batch.start}
-                outbox.put(pack(head | about, batch.columns))
+                outbox.put(pack(head | about, batch.columns), batches)
                 head = {"stream": number}
                 batches += 1
                 yield batch
@@ -136,9 +136,9 @@ class Leader:
             raise
         except Exception as error:
             if outbox.faulty != number:
-                outbox.put(pack(head | {"kind": "error", "error": _sendable(error)}))
+                outbox.put(pack(head | {"kind": "error", "error": _sendable(error)}), batches - 1)
             raise
-        outbox.put(pack(head | {"kind": "end"}))
+        outbox.put(pack(head | {"kind": "end"}), batches - 1)
         outbox.wait_until_read(number, batches)
 
     def confirm(self) -> None:
@@ -273,13 +273,15 @@ class _Outbox:
         self.eager = False
         self.failure: Exception | None = None
 
-    def put(self, message: torch.Tensor) -> None:
+    def put(self, message: torch.Tensor, batches: int = -1) -> None:
+        """Lets the others be told this, which comes after so many batches; waits while too much is to be told."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             self._raise_failure()
             try:
                 return self.messages.put(message, timeout=_LOOK_SECONDS)
             except queue.Full:
+                self.check(self.number, batches)
                 if time.monotonic() > deadline:
                     raise self._fault(self._silent("take no more batches")) from None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.utils.data
 
@@ -85,9 +86,18 @@ def sendable_buffer(replay_buffer: Any) -> Any:
     return compat.without_prefetched(replay_buffer)
 
 
-def _check_sendable(part: str, value: Any) -> None:
-    from multiprocessing.reduction import ForkingPickler
+class _Trial:
+    """Stands in for the process being started: nothing of what is pickled on trial is to be handed to that."""
 
+    DupFd = staticmethod(int)
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        return descriptor
+
+
+def _check_sendable(part: str, value: Any) -> None:
+    starting = get_spawning_popen()
+    set_spawning_popen(cast(Any, _Trial()))
     try:
         ForkingPickler.dumps(value)
     except Exception as error:
@@ -95,3 +105,5 @@ def _check_sendable(part: str, value: Any) -> None:
             f"the {part} of the replay buffer ({type(value).__name__}) cannot be sent to another process, as the start "
             f"methods spawn and forkserver do: {error}. {_ALTERNATIVES}."
         ) from error
+    finally:
+        set_spawning_popen(starting)

@@ -47,6 +47,7 @@ __all__ = [
     "is_remote",
     "is_replay_buffer",
     "keep_whole_in_forks",
+    "keeps_objects",
     "keys_added_by_sampling",
     "members",
     "part_names",
@@ -259,14 +260,30 @@ def without_prefetched(replay_buffer: Any) -> Any:
     """The buffer as it is sent to another process: without the batches that it has drawn ahead."""
     if _actor(replay_buffer) is not None or not isinstance(replay_buffer, ReplayBuffer):
         return replay_buffer
-    clone = object.__new__(type(replay_buffer))
-    clone.__dict__.update(replay_buffer.__dict__)
+    clone = _shallow_copy(replay_buffer)
     # Pickling waits for the prefetching threads and takes along what they drew (torchrl 0.11 to 0.14).
     clone.__dict__["_prefetch_queue"] = collections.deque()
     buffers = members(replay_buffer)
     if buffers is not None:
         clone.__dict__["_rbs"] = type(replay_buffer._rbs)(map(without_prefetched, buffers))
+        return clone
+    # The storage refers to the buffers that use it, and the writer to the storage.
+    storage = clone.__dict__["_storage"] = _shallow_copy(replay_buffer._storage)
+    attached = storage.__dict__.get("_attached_entities_list")
+    if attached is not None:
+        storage.__dict__["_attached_entities_list"] = [
+            clone if entity is replay_buffer else entity for entity in attached
+        ]
+    writer = clone.__dict__["_writer"] = _shallow_copy(replay_buffer._writer)
+    if writer.__dict__.get("_storage") is replay_buffer._storage:
+        writer.__dict__["_storage"] = storage
     return clone
+
+
+def _shallow_copy(part: Any) -> Any:
+    copied = object.__new__(type(part))  # `copy.copy` would go through what pickling does
+    copied.__dict__.update(part.__dict__)
+    return copied
 
 
 _WHOLE_IN_FORKS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -527,6 +544,11 @@ def set_content(replay_buffer: Any, content: list[Any]) -> None:
     elif content:
         leaf = content[0] if is_tensor_collection(content[0]) else tree_leaves(content[0])[0]
         storage.set(range(leaf.shape[0]), content[0])
+
+
+def keeps_objects(replay_buffer: Any) -> bool:
+    """Whether the rows hold the very Python objects that were written, not copies of them."""
+    return isinstance(replay_buffer._storage, ListStorage)
 
 
 def holds_python_values(replay_buffer: Any) -> bool:

@@ -1,0 +1,201 @@
+"""A stream that goes on where it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from torchrl_trl_bridge import BufferCheckpoint, TorchRLBufferDataset
+from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
+
+SAMPLERS = [None, SamplerWithoutReplacement]
+
+
+def buffer_of(rows: int = 100, storage: type = LazyStackStorage, sampler: type | None = None) -> ReplayBuffer:
+    kwargs = {"sampler": sampler()} if sampler else {}
+    replay_buffer = ReplayBuffer(storage=storage(rows), generator=torch.Generator().manual_seed(0), **kwargs)
+    replay_buffer.extend(TensorDict({"x": torch.arange(rows), "s": [str(n) for n in range(rows)]}, [rows]))
+    return replay_buffer
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("stop", [0, 1, 3, 4, 7, 11, 12])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_rest_is_the_rest(sampler: type | None, seed: int | None, stop: int, streaming: bool) -> None:
+    def make() -> Any:
+        dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=3, seed=seed)
+        return dataset.as_hf_dataset().map(lambda row: row) if streaming else dataset
+
+    replay_buffer = buffer_of(sampler=sampler)
+    source, resumed = make(), make()
+    rows = iter(source)
+    before = [next(rows)["s"] for _ in range(stop)]
+    # Either the draws can be repeated, or both go on from the state of the buffer.
+    own = copy.deepcopy(replay_buffer._rng.get_state()), copy.deepcopy(replay_buffer._sampler.state_dict())
+    state = source.state_dict() if stop or streaming else {**source.state_dict(), "epoch": 0}
+    rest = [row["s"] for row in rows]
+    replay_buffer._rng.set_state(own[0])
+    replay_buffer._sampler.load_state_dict(own[1])
+    resumed.load_state_dict(state)
+    assert [row["s"] for row in resumed] == rest
+    assert len(before + rest) == 12
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_the_epoch_is_part_of_the_place(epoch: int) -> None:
+    source, resumed = (TorchRLBufferDataset(buffer_of(), 4, num_batches=3, seed=1) for _ in range(2))
+    source.set_epoch(epoch)
+    rows = iter(source)
+    next(rows)
+    resumed.load_state_dict(source.state_dict())
+    assert [row["s"] for row in resumed] == [row["s"] for row in rows]
+
+
+def test_the_state_of_a_seeded_dataset_is_json() -> None:
+    dataset = TorchRLBufferDataset(buffer_of(), 4, seed=1)
+    next(iter(dataset))
+    assert json.loads(json.dumps(dataset.state_dict())) == dataset.state_dict()
+
+
+@pytest.mark.parametrize("storage", [LazyStackStorage, ListStorage, LazyTensorStorage])
+def test_no_row_is_read_to_go_on_without_replacement(storage: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = TorchRLBufferDataset(
+        buffer_of(storage=storage, sampler=SamplerWithoutReplacement), 4, num_batches=9, seed=1
+    )
+    rows = iter(dataset)
+    for _ in range(32):
+        next(rows)
+    resumed = TorchRLBufferDataset(dataset.replay_buffer, 4, num_batches=9, seed=1)
+    resumed.load_state_dict(dataset.state_dict())
+    read = []
+    get = storage.get
+    monkeypatch.setattr(storage, "get", lambda self, index: read.append(index) or get(self, index))
+    assert len(list(resumed)) == 4
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [({}, "no state of a TorchRLBufferDataset"), ({"version": 99}, "of a newer torchrl-trl-bridge")]
+)
+def test_other_states_are_refused(state: dict[str, Any], words: str) -> None:
+    dataset = TorchRLBufferDataset(buffer_of(), 4, seed=1)
+    next(iter(dataset))
+    with pytest.raises(ValueError, match=words):
+        dataset.load_state_dict({**dataset.state_dict(), **state} if state else state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_stateful_data_loaders(workers: int, streaming: bool, seed: int | None) -> None:
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make() -> Any:
+        dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=6, seed=seed)
+        source = dataset.as_hf_dataset() if streaming else dataset
+        context = "fork" if workers else None
+        return stateful_dataloader.StatefulDataLoader(
+            source, batch_size=3, num_workers=workers, multiprocessing_context=context
+        )
+
+    replay_buffer = buffer_of()
+    loader, resumed = make(), make()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state, own = loader.state_dict(), replay_buffer._rng.get_state()
+    rest = [batch["x"].tolist() for batch in batches]
+    replay_buffer._rng.set_state(own)
+    resumed.load_state_dict(state)
+    assert [batch["x"].tolist() for batch in resumed] == rest
+    assert rest
+
+
+# Trainers
+
+
+class Seen(TrainerCallback):
+    """Adds rows as it goes, so that the buffer is another at each step."""
+
+    def __init__(self, replay_buffer: ReplayBuffer, live: bool) -> None:
+        self.replay_buffer, self.live = replay_buffer, live
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.live:
+            for n in range(10):
+                self.replay_buffer.add(TensorDict({"text": f"new {state.global_step} {n}"}))
+
+
+def train(
+    folder: Path, *, seed: int | None, live: bool, resume: int | None = None, kept: bool = True, **kwargs: Any
+) -> tuple[list[str], SFTTrainer]:
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(60), generator=torch.Generator().manual_seed(0))
+    for n in range(40):
+        replay_buffer.add(TensorDict({"text": f"row {n}"}))
+    dataset = TorchRLBufferDataset(replay_buffer, 5, num_batches=None, seed=seed)
+    tokenizer = tiny_tokenizer()
+    args = SFTConfig(
+        output_dir=str(folder / "out"), per_device_train_batch_size=2, max_steps=6, save_steps=2, save_total_limit=2,
+        use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, logging_strategy="no", **kwargs,
+    )  # fmt: skip
+    callbacks: list[TrainerCallback] = [Seen(replay_buffer, live)]
+    if kept:
+        callbacks.append(BufferCheckpoint(dataset))
+    trainer = SFTTrainer(
+        tiny_causal_lm(folder / "model"), args=args, train_dataset=dataset.as_hf_dataset(),
+        processing_class=tokenizer, callbacks=callbacks,
+    )  # fmt: skip
+    seen: list[str] = []
+    step = trainer.training_step
+
+    def training_step(model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> Any:
+        seen.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in inputs["input_ids"])
+        return step(model, inputs, *args)
+
+    trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
+    return seen, trainer
+
+
+@pytest.mark.parametrize(
+    ("seed", "live", "kwargs"),
+    [
+        (1, True, {}),
+        (None, True, {}),
+        (1, True, {"gradient_accumulation_steps": 3}),
+        (None, True, {"ignore_data_skip": True}),
+        (1, False, {"ignore_data_skip": True, "gradient_accumulation_steps": 2}),
+    ],
+)
+def test_a_resumed_trainer_sees_the_rows_of_an_uninterrupted_one(
+    seed: int | None, live: bool, kwargs: dict[str, Any], tmp_path: Path
+) -> None:
+    whole, _ = train(tmp_path, seed=seed, live=live, **kwargs)
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "out" / "checkpoint-4" / "replay_buffer" / "buffer.json").exists()
+    resumed, trainer = train(tmp_path, seed=seed, live=live, resume=4, **kwargs)
+    assert trainer.state.global_step == 6
+    assert len(resumed) == len(whole) // 3
+    assert resumed == whole[-len(resumed) :]
+
+
+def test_a_seeded_stream_of_a_still_buffer_resumes_by_itself(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, seed=1, live=False, kept=False)
+    resumed, _ = train(tmp_path, seed=1, live=False, kept=False, resume=4)
+    assert resumed == whole[-len(resumed) :]
+
+
+def test_a_checkpoint_without_a_buffer_is_named(tmp_path: Path) -> None:
+    train(tmp_path, seed=1, live=False, kept=False)
+    with pytest.raises(FileNotFoundError, match="no buffer was saved"):
+        train(tmp_path, seed=1, live=False, resume=4)

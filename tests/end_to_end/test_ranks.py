@@ -1,0 +1,152 @@
+"""TRL's trainers on several ranks, fed by a buffer that only rank 0 fills."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from tests.features import needs
+from tests.processes import run_ranks
+from torchrl_trl_bridge import TorchRLBufferDataset
+from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
+
+GROUP = 4
+
+
+class CountingSampler(RandomSampler):
+    draws = 0
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        self.draws += batch_size
+        return super().sample(storage, batch_size)
+
+
+class Fill(TrainerCallback):
+    """Writes a row after each step, on rank 0."""
+
+    def __init__(self, replay_buffer: ReplayBuffer) -> None:
+        self.replay_buffer = replay_buffer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.replay_buffer.add(TensorDict({"prompt": f"new {state.global_step}?"}))
+
+
+def arguments(config: type, folder: str, **kwargs: Any) -> Any:
+    return config(
+        output_dir=folder,
+        learning_rate=1e-3,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        **kwargs,
+    )
+
+
+def _grpo(rank: int, folder: str, settings: list[dict[str, Any]]) -> list[list[list[str]]]:
+    calls_of_runs = []
+    for setting in settings:
+        replay_buffer = ReplayBuffer(storage=LazyStackStorage(100))
+        if rank == 0:
+            for n in range(30):
+                replay_buffer.add(TensorDict({"prompt": f"{n}?"}))
+        calls: list[list[str]] = []
+
+        def reward(prompts: list[str], calls: list[list[str]] = calls, **kwargs: Any) -> list[float]:
+            calls.append(prompts)
+            return [float(i % 3) for i in range(len(prompts))]
+
+        trainer = GRPOTrainer(
+            LlamaForCausalLM.from_pretrained(f"{folder}/model"),
+            reward_funcs=reward,
+            args=arguments(GRPOConfig, f"{folder}/{rank}", num_generations=GROUP, max_completion_length=2, **setting),
+            train_dataset=TorchRLBufferDataset(replay_buffer, 3, num_batches=None).as_hf_dataset(),
+            processing_class=tiny_tokenizer(),
+            callbacks=[Fill(replay_buffer)],
+        )
+        trainer.train()
+        calls_of_runs.append(calls)
+    return calls_of_runs
+
+
+@needs("streams in GRPO")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_group_is_one_prompt(size: int, tmp_path: Path) -> None:
+    tiny_causal_lm(tmp_path / "model")
+    below, equal, above = GROUP // size, GROUP, 2 * GROUP
+    settings = [
+        {"per_device_train_batch_size": rows, "shuffle_dataset": shuffle, "max_steps": 1 + (rows == below)}
+        for rows in (below, equal, above)
+        for shuffle in (([True, False]) if size == 2 else [True])
+    ]
+    runs_of_ranks = run_ranks(_grpo, size, str(tmp_path), settings, timeout=60)
+    checked = 0
+    for setting, runs in zip(settings, zip(*runs_of_ranks, strict=True), strict=True):
+        for calls in zip(*runs, strict=True):
+            prompts = [prompt for of_rank in calls for prompt in of_rank]  # accelerate's slices, in order
+            assert len(prompts) == setting["per_device_train_batch_size"] * size
+            groups = [prompts[start : start + GROUP] for start in range(0, len(prompts), GROUP)]
+            assert all(len(set(group)) == 1 for group in groups), (setting, groups)
+            checked += len(groups)
+    assert checked >= len(settings)
+
+
+def _without_groups(rank: int, folder: str, kind: str) -> tuple[int, list[str]]:
+    sampler = CountingSampler()
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(100), sampler=sampler)
+    if rank == 0:
+        for n in range(40):
+            pair = {"chosen": f"{n} yes", "rejected": f"{n} no"}
+            replay_buffer.add(TensorDict({"text": f"row {n}"} if kind == "sft" else pair))
+    seen: list[str] = []
+    tokenizer = tiny_tokenizer()
+    stream = TorchRLBufferDataset(replay_buffer, 4, num_batches=None).as_hf_dataset()
+    common = {"per_device_train_batch_size": 2, "max_steps": 5}
+    if kind == "sft":
+        args = arguments(SFTConfig, f"{folder}/{rank}", **common)
+        trainer: Any = SFTTrainer(
+            LlamaForCausalLM.from_pretrained(f"{folder}/model"),
+            args=args,
+            train_dataset=stream,
+            processing_class=tokenizer,
+        )
+    else:
+        args = arguments(RewardConfig, f"{folder}/{rank}", **common)
+        trainer = RewardTrainer(
+            LlamaForSequenceClassification.from_pretrained(f"{folder}/model"),
+            args=args,
+            train_dataset=stream,
+            processing_class=tokenizer,
+        )
+    before, step = sampler.draws, trainer.training_step
+
+    def training_step(model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> Any:
+        seen.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in inputs["input_ids"])
+        return step(model, inputs, *args)
+
+    trainer.training_step = training_step
+    trainer.train()
+    return sampler.draws - before, seen
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_no_rank_draws_rows_that_are_thrown_away(kind: str, tmp_path: Path) -> None:
+    (tiny_causal_lm if kind == "sft" else tiny_reward_model)(tmp_path / "model")
+    (draws, seen), (their_draws, their_seen) = run_ranks(_without_groups, 2, str(tmp_path), kind, timeout=60)
+    trained = 5 * 2 * 2
+    assert their_draws == 0
+    assert trained <= draws <= trained + 2 * 4, "the rows trained on and at most one batch a rank"
+    assert len(seen) == len(their_seen) == trained // 2 * (1 if kind == "sft" else 2)
+    assert max(Counter(seen + their_seen).values()) <= 4
