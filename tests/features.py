@@ -58,6 +58,10 @@ def _has_log_extra() -> bool:
     return "log_extra" in arguments_of_reward_functions()
 
 
+def _has_async() -> bool:
+    return "asyncio" in inspect.getsource(_module("trl.trainer.grpo_trainer"))
+
+
 def _has_extension() -> bool:
     try:
         _module("torchrl._torchrl")
@@ -77,6 +81,11 @@ FEATURES: dict[str, tuple[Callable[[], bool], str]] = {
     "can_sample": (_has_can_sample, "a replay buffer tells whether it can be sampled from torchrl 0.14 on"),
     "streams in GRPO": (_streams("GRPOTrainer"), "GRPO and RLOO take streams from trl 1.9 on"),
     "streams in KTO": (_streams("KTOTrainer"), "KTO takes streams from trl 1.8 on"),
+    "async": (_has_async, "reward functions may be async from trl 0.27 on"),
+    "snapshots with Json in SFT": (
+        lambda: not hasattr(_module("trl.data_utils"), "truncate_dataset"),
+        "SFT up to trl 0.29 cuts the rows of a snapshot with Arrow, which fails on datasets.Json",
+    ),
     "log_extra": (_has_log_extra, "reward functions get log_extra and log_metric from trl 1.0 on"),
     "extension": (_has_extension, "TorchRL's C++ extension does not load with this torch"),
 }

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 from torchrl_trl_bridge import HFRewardModelWrapper, TorchRLBufferDataset, __version__, as_trl_reward_func, compat
-from torchrl_trl_bridge.compat.trl import takes_streams
+from torchrl_trl_bridge.compat.trl import takes_streams, token_names_of_pairs
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 LIBRARIES = ("torchrl-trl-bridge", "torchrl", "trl", "torch", "tensordict", "transformers", "datasets", "accelerate")
@@ -200,10 +200,12 @@ def _reward_model(tokenizer: Any, seed: int, scratch: Path) -> Any:
             rng.choice(lower_case) if rng.random() < share else rng.randrange(len(tokenizer)) for _ in range(length)
         ]
 
+    chosen, rejected = token_names_of_pairs()
+
     def preference() -> dict[str, list[int]]:
         low, high = sorted((rng.random(), rng.random()))
         prompt = rng.choice(prompts)
-        return {"chosen_ids": prompt + answer(high), "rejected_ids": prompt + answer(low)}
+        return {chosen: prompt + answer(high), rejected: prompt + answer(low)}
 
     trainer = RewardTrainer(
         model=tiny_reward_model(scratch / "reward-model", tokenizer, seed=seed),
@@ -382,6 +384,7 @@ class _Bar(transformers.TrainerCallback):  # type: ignore[misc]  # transformers 
 
 # What TorchRL and TRL themselves still call: nothing that a user could change.
 _NOT_FOR_USERS = (
+    "local_init_rb=False is deprecated",  # torchrl 0.11, whatever a collector is made with
     "size_average and reduce args will be deprecated",  # torchrl 0.14, in the log-probabilities of its wrapper
     "`gradient_checkpointing` is deprecated",  # trl 1.16, in the defaults of its configurations
     "`is_gradient_checkpointing` is deprecated",  # trl 1.16, in the set-up of its trainers

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torch.utils.data import DataLoader
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.replay_buffers import RandomSampler
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -17,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig,
 from tests.features import needs
 from tests.processes import run_ranks
 from torchrl_trl_bridge import TorchRLBufferDataset
+from torchrl_trl_bridge.buffers.ranks import MESSAGES_AHEAD
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 GROUP = 4
@@ -150,3 +152,29 @@ def test_no_rank_draws_rows_that_are_thrown_away(kind: str, tmp_path: Path) -> N
     assert trained <= draws <= trained + 2 * 4, "the rows trained on and at most one batch a rank"
     assert len(seen) == len(their_seen) == trained // 2 * (1 if kind == "sft" else 2)
     assert max(Counter(seen + their_seen).values()) <= 4
+
+
+def _accelerated(rank: int, dispatch: bool | None) -> list[list[int]]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one was forked from
+    replay_buffer = ReplayBuffer(storage=LazyTensorStorage(5000), sampler=SamplerWithoutReplacement(shuffle=False))
+    if rank == 0:
+        replay_buffer.extend(TensorDict({"x": torch.arange(5000)}, [5000]))
+    dataset = TorchRLBufferDataset(replay_buffer, 5, num_batches=2 * MESSAGES_AHEAD)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    found = []
+    for source in (dataset, dataset.as_hf_dataset()):
+        loader = accelerator.prepare(DataLoader(source, batch_size=5))
+        found.append([int(x) for batch in loader for x in batch["x"]])
+    return found
+
+
+@pytest.mark.parametrize("dispatch", [None, True, False])
+def test_a_loader_of_accelerate_gives_each_rank_its_rows(dispatch: bool | None) -> None:
+    # By default it iterates on rank 0 alone, and sends the others their rows.
+    first, second = run_ranks(_accelerated, 2, dispatch, timeout=30)
+    for mine, theirs in zip(first, second, strict=True):
+        assert len(mine) == len(theirs) == 5 * MESSAGES_AHEAD
+        assert len({*mine, *theirs}) == 10 * MESSAGES_AHEAD

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from torchrl_trl_bridge.buffers.fingerprints import describe
-from torchrl_trl_bridge.buffers.ranks import RanksOf
+from torchrl_trl_bridge.buffers.ranks import Ranks, RanksOf
 from torchrl_trl_bridge.buffers.sampling import Batch, Draws, Share, draw_batches, loses_unused_rows
 from torchrl_trl_bridge.buffers.transfer import to_rows
 from torchrl_trl_bridge.buffers.workers import check_worker, in_worker, worker_seed
+from torchrl_trl_bridge.compat.accelerate import dispatches
 from torchrl_trl_bridge.rollouts import Column
 
 STATE_VERSION = 1
@@ -82,7 +83,7 @@ class Stream:
         """
         if in_worker():
             check_worker(self.replay_buffer, self._ranks)
-        ranks = None if in_worker() else self._ranks.get(self._draws.timeout)
+        ranks = self._ranks_at_work()
         place = self._begin(epoch) if place is None else place
         keeps = not in_worker() and loses_unused_rows(self.replay_buffer, self._draws)
         batches: Iterator[Batch]
@@ -124,9 +125,13 @@ class Stream:
                 if ranks is not None and given == 1:
                     ranks.confirm()
 
+    def _ranks_at_work(self) -> Ranks | None:
+        """This rank's part where all ranks iterate the stream; None where one alone does."""
+        return None if in_worker() or dispatches() else self._ranks.get(self._draws.timeout)
+
     def agreed(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` gives, or raises: on rank 0, where there are several ranks."""
-        ranks = None if in_worker() else self._ranks.get(self._draws.timeout)
+        ranks = self._ranks_at_work()
         return compute() if ranks is None else ranks.agree(compute)
 
     def _begin(self, epoch: int) -> dict[str, Any]:

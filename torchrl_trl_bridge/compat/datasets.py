@@ -11,8 +11,11 @@ import functools
 from typing import Any
 
 import datasets
+import torch
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.iterable_dataset import _BaseExamplesIterable as ExamplesIterable
+
+from torchrl_trl_bridge.compat.trl import cuts_rows
 
 __all__ = [
     "HAS_JSON",
@@ -52,7 +55,6 @@ _DERIVING = (
     "cast",
     "cast_column",
     "filter",
-    "map",
     "repeat",
     "shard",
     "skip",
@@ -91,6 +93,13 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
     # `datasets` keeps the features over these, and then turns each row into what they say: tensors into lists of
     # numbers, and a number of another type than the first rows had into theirs (datasets 4 to 5.2). Mapped, rows are
     # passed on as they are.
+
+    def map(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cuts_rows(function):  # a row at a time: none waits for a thousand others
+            function, kwargs = _Cut(function), {**kwargs, "batch_size": 1}
+        derived = super().map(function, *args, **kwargs)
+        derived.__class__ = UnshuffledStream
+        return derived
 
     def rename_column(self, original_column_name: str, new_column_name: str) -> Any:
         return self.rename_columns({original_column_name: new_column_name})
@@ -166,6 +175,20 @@ class _Renamed:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         return {new: row[old] for old, new in self.names.items()}
+
+
+class _Cut:
+    """Gives TRL's function that cuts rows lists, for it passes over tensors."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, rows: dict[str, list[Any]]) -> Any:
+        return self.function({name: [_listed(value) for value in column] for name, column in rows.items()})
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 class _Selected:

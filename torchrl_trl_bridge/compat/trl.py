@@ -20,6 +20,7 @@ __all__ = [
     "Needs",
     "TrainerAtWork",
     "arguments_of_reward_functions",
+    "cuts_rows",
     "generation_batch",
     "is_known",
     "needs_of",
@@ -149,6 +150,15 @@ def _explaining(original: Any, name: str, stream_type: type) -> Any:
             raise NotImplementedError(refusal_of_streams(name)) from error
 
     return __init__
+
+
+def cuts_rows(function: Any) -> bool:
+    """Whether this is what SFT maps over a stream, in batches of 1000 rows, to cut long rows (TRL 0.24 to 0.29).
+
+    Can go when TRL 0.29 leaves the matrix.
+    """
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return name == "trl.data_utils.truncate_dataset.<locals>.truncate"
 
 
 def refusal_of_streams(trainer: str) -> str:
