@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, RayReplayBuffer, SamplerWithoutReplacement
 
+from tests.features import needs
 from torchrl_trl_bridge import TorchRLBufferDataset
 
 
@@ -56,6 +58,32 @@ def test_stream_and_snapshot(filled: RayReplayBuffer) -> None:
     assert dataset.as_hf_dataset().column_names == ["x", "s"]
     assert len(list(dataset.as_hf_dataset())) == 4
     assert list(dataset.as_hf_dataset(streaming=False)["s"]) == [str(n) for n in range(1, 13)]
+
+
+@needs("clients of Ray buffers")
+def test_a_dataset_can_be_sent_to_other_processes(filled: RayReplayBuffer) -> None:
+    sent = pickle.loads(pickle.dumps(TorchRLBufferDataset(filled, 4, num_batches=3, seed=1)))
+    assert names(sent) == names(TorchRLBufferDataset(filled, 4, num_batches=3, seed=1))
+
+
+def test_a_dead_actor_is_an_error(remote: functools.partial[RayReplayBuffer]) -> None:
+    ray = pytest.importorskip("ray")
+    replay_buffer = remote(storage=functools.partial(LazyStackStorage, 100), batch_size=2)
+    replay_buffer.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    endless = TorchRLBufferDataset(replay_buffer, 2, num_batches=None, timeout=60)
+    rows = iter(endless)
+    next(rows)
+    ray.kill(replay_buffer._rb)
+    with pytest.raises(RuntimeError, match=r"\(RayReplayBuffer\) is gone.*save_buffer"):
+        list(rows)
+    for read in (
+        lambda: next(iter(endless)),
+        lambda: next(iter(TorchRLBufferDataset(replay_buffer, 2, seed=1))),
+        lambda: TorchRLBufferDataset(replay_buffer, 2).as_hf_dataset().column_names,
+        lambda: TorchRLBufferDataset(replay_buffer, 2).as_hf_dataset(streaming=False),
+    ):
+        with pytest.raises(RuntimeError, match=r"\(RayReplayBuffer\) is gone"):
+            read()
 
 
 def test_empty_and_lossy_buffers_are_named(remote: functools.partial[RayReplayBuffer]) -> None:

@@ -258,7 +258,9 @@ def sent_parts(replay_buffer: Any) -> list[tuple[str, Any]]:
 
 def without_prefetched(replay_buffer: Any) -> Any:
     """The buffer as it is sent to another process: without the batches that it has drawn ahead."""
-    if _actor(replay_buffer) is not None or not isinstance(replay_buffer, ReplayBuffer):
+    if _actor(replay_buffer) is not None:  # `RayReplayBuffer` cannot be pickled, its clients can (torchrl 0.14)
+        return replay_buffer.client() if hasattr(replay_buffer, "client") else replay_buffer
+    if not isinstance(replay_buffer, ReplayBuffer):
         return replay_buffer
     clone = _shallow_copy(replay_buffer)
     # Pickling waits for the prefetching threads and takes along what they drew (torchrl 0.11 to 0.14).
