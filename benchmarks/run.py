@@ -120,7 +120,7 @@ def readme_section(results: dict[str, Any]) -> str:
         "## How fast",
         "",
         f"Measured on {results['date']} with torchrl {versions['torchrl']} and TRL {versions['trl']}, one thread of "
-        f"{results['processor']}: medians with quartiles. \"torchrl's class\" is that of "
+        f'{results["processor"]}: medians with quartiles. "torchrl\'s class" is that of '
         "`torchrl.modules.llm.trl_interop`. `make bench` measures it anew; "
         "[benchmarks/README.md](benchmarks/README.md) says where the time goes, and why a target is not met.",
         "",

@@ -122,7 +122,8 @@ def main(steps: int = 20) -> dict[str, Any]:
         ray.get(stop.set.remote())
         rows = ray.get(written)
         buffer.close()
-    prompts = [prompt for calls in zip(*(calls for calls, _ in results), strict=True) for prompt in sum(calls, [])]
+    calls = zip(*(calls for calls, _ in results), strict=True)
+    prompts = [prompt for of_ranks in calls for of_rank in of_ranks for prompt in of_rank]
     groups = [prompts[start : start + GROUP] for start in range(0, len(prompts), GROUP)]
     return {"groups": groups, "rows": rows, "rewards": results[0][1]}
 

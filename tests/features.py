@@ -90,7 +90,10 @@ FEATURES: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: not hasattr(_module("trl.data_utils"), "truncate_dataset"),
         "SFT up to trl 0.29 cuts the rows of a snapshot with Arrow, which fails on datasets.Json",
     ),
-    "clients of Ray buffers": (_has_clients, "a RayReplayBuffer gives clients, which can be sent, from torchrl 0.14 on"),
+    "clients of Ray buffers": (
+        _has_clients,
+        "Ray buffers give clients, which can be sent, from torchrl 0.14 on",
+    ),
     "log_extra": (_has_log_extra, "reward functions get log_extra and log_metric from trl 1.0 on"),
     "extension": (_has_extension, "TorchRL's C++ extension does not load with this torch"),
 }

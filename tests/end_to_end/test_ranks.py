@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.replay_buffers import RandomSampler
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from torchrl.envs import StepCounter
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from tests.features import needs
 from tests.processes import run_ranks
-from torchrl_trl_bridge import TorchRLBufferDataset
+from torchrl_trl_bridge import CollectCallback, TorchRLBufferDataset
 from torchrl_trl_bridge.buffers.ranks import MESSAGES_AHEAD
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 GROUP = 4
+TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 
 
 class CountingSampler(RandomSampler):
@@ -32,15 +38,20 @@ class CountingSampler(RandomSampler):
         return super().sample(storage, batch_size)
 
 
-class Fill(TrainerCallback):
-    """Writes a row after each step, on rank 0."""
-
-    def __init__(self, replay_buffer: ReplayBuffer) -> None:
-        self.replay_buffer = replay_buffer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.replay_buffer.add(TensorDict({"prompt": f"new {state.global_step}?"}))
+def refill(replay_buffer: ReplayBuffer, folder: str) -> CollectCallback:
+    """A collector that writes rollouts of eight new questions after each step."""
+    tokenizer = tiny_tokenizer()
+    policy = TransformersWrapper(
+        LlamaForCausalLM.from_pretrained(f"{folder}/model"),
+        tokenizer=tokenizer,
+        input_mode="text",
+        pad_output=False,
+        generate_kwargs={"max_new_tokens": 2},
+    )
+    questions = ({"query": [f"{i} + {n}?" for n in range(8)]} for i in itertools.count())
+    env = ChatEnv.from_dataloader(questions, input_mode="text", tokenizer=tokenizer, batch_size=(8,))
+    env = env.append_transform(StepCounter(max_steps=1))
+    return CollectCallback(LLMCollector(env, policy=policy, dialog_turns_per_batch=8), replay_buffer)
 
 
 def arguments(config: type, folder: str, **kwargs: Any) -> Any:
@@ -61,24 +72,31 @@ def _grpo(rank: int, folder: str, settings: list[dict[str, Any]]) -> list[list[l
     calls_of_runs = []
     for setting in settings:
         replay_buffer = ReplayBuffer(storage=LazyStackStorage(100))
+        callbacks = []
         if rank == 0:
-            for n in range(30):
-                replay_buffer.add(TensorDict({"prompt": f"{n}?"}))
+            callbacks.append(refill(replay_buffer, folder))
+            callbacks[0].collect()
+        setting = dict(setting)
+        trainer_class, config = TRAINERS[setting.pop("trainer")]
         calls: list[list[str]] = []
 
         def reward(prompts: list[str], calls: list[list[str]] = calls, **kwargs: Any) -> list[float]:
             calls.append(prompts)
             return [float(i % 3) for i in range(len(prompts))]
 
-        trainer = GRPOTrainer(
+        trainer = trainer_class(
             LlamaForCausalLM.from_pretrained(f"{folder}/model"),
             reward_funcs=reward,
-            args=arguments(GRPOConfig, f"{folder}/{rank}", num_generations=GROUP, max_completion_length=2, **setting),
-            train_dataset=TorchRLBufferDataset(replay_buffer, 3, num_batches=None).as_hf_dataset(),
+            args=arguments(config, f"{folder}/{rank}", num_generations=GROUP, max_completion_length=2, **setting),
+            train_dataset=TorchRLBufferDataset(
+                replay_buffer, 3, columns="prompt-only", num_batches=None
+            ).as_hf_dataset(),
             processing_class=tiny_tokenizer(),
-            callbacks=[Fill(replay_buffer)],
+            callbacks=callbacks,
         )
         trainer.train()
+        if rank == 0:
+            assert len(replay_buffer) == 8 * (1 + setting["max_steps"])
         calls_of_runs.append(calls)
     return calls_of_runs
 
@@ -89,9 +107,9 @@ def test_a_group_is_one_prompt(size: int, tmp_path: Path) -> None:
     tiny_causal_lm(tmp_path / "model")
     below, equal, above = GROUP // size, GROUP, 2 * GROUP
     settings = [
-        {"per_device_train_batch_size": rows, "shuffle_dataset": shuffle, "max_steps": 1 + (rows == below)}
+        {"trainer": trainer, "per_device_train_batch_size": rows, "shuffle_dataset": shuffle, "max_steps": 2}
+        for trainer, shuffle in ([("grpo", True), ("grpo", False), ("rloo", True)] if size == 2 else [("grpo", True)])
         for rows in (below, equal, above)
-        for shuffle in (([True, False]) if size == 2 else [True])
     ]
     runs_of_ranks = run_ranks(_grpo, size, str(tmp_path), settings, timeout=60)
     checked = 0

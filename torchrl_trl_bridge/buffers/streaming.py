@@ -96,7 +96,7 @@ class Stream:
         keeps = keeps and (ranks is None or ranks.draws)
         seeded = self._draws.seed is not None or in_worker()
         seen = dict.fromkeys(names)
-        given = 0
+        first = True
         for batch in batches:
             if not batch.size:
                 raise RuntimeError(
@@ -109,21 +109,23 @@ class Stream:
             # Rows are views of the columns, which must stay as they are where they may be given again.
             rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps or self.record is not None)
             place["drawn"] = None if seeded else {name: [c.metadata, c.values] for name, c in columns.items()}
-            for position in range(batch.start, len(rows)):
-                given += 1
-                if position + 1 < len(rows):
-                    place["batch"], place["row"] = batch.number, position + 1
-                else:
-                    place["batch"], place["row"], place["drawn"] = batch.number + 1, 0, None
-                try:
+            place["batch"], position, last = batch.number, batch.start, len(rows) - 1
+            try:
+                for position in range(batch.start, len(rows)):
+                    if position < last:
+                        place["row"] = position + 1
+                    else:
+                        place["batch"], place["row"], place["drawn"] = batch.number + 1, 0, None
                     yield rows[position]
-                except GeneratorExit:
-                    unused = Batch(0, columns, position if given == 1 and keeps_looks else position + 1)
-                    if keeps and unused.start < unused.size:
-                        self._unused.append(unused)
-                    raise
-                if ranks is not None and given == 1:
-                    ranks.confirm()
+                    if first:
+                        first = False
+                        if ranks is not None:
+                            ranks.confirm()
+            except GeneratorExit:
+                unused = Batch(0, columns, position if first and keeps_looks else position + 1)
+                if keeps and unused.start < unused.size:
+                    self._unused.append(unused)
+                raise
 
     def _ranks_at_work(self) -> Ranks | None:
         """This rank's part where all ranks iterate the stream; None where one alone does."""

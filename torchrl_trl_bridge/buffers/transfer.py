@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -36,12 +37,17 @@ def to_rows(
             values.append(_row_values(column.values, device, scalars, copy))
         except TypeError as error:
             raise TypeError(f"column {name!r} holds {error}: leave it out with keys=[...].") from error
-    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    # Column by column: 0.05 us a value, against 0.3 us a row and the same a value for `dict(zip(columns, row))`.
+    rows: list[dict[str, Any]] = [{} for _ in values[0]] if values else []
+    for name, column_values in zip(columns, values, strict=True):
+        for row, value in zip(rows, column_values, strict=True):
+            row[name] = value
+    return rows
 
 
 def _row_values(
     values: torch.Tensor | list[Any] | FreshRows, device: torch.device | None, scalars: bool, copy: bool
-) -> list[Any]:
+) -> Sequence[Any]:
     if isinstance(values, torch.Tensor):
         return _split((values.clone() if copy else _dense(values)).to(device=device), scalars)
     if isinstance(values, FreshRows) and not copy and device is None:
@@ -60,13 +66,13 @@ def _dense(values: torch.Tensor) -> torch.Tensor:
     return values if values.is_contiguous() or values.is_nested else values.contiguous()
 
 
-def _split(values: torch.Tensor, scalars: bool) -> list[Any]:
+def _split(values: torch.Tensor, scalars: bool) -> Sequence[Any]:
     if scalars and values.dim() == 1:
         return list(values.tolist())
-    return list(values.unbind(0))
+    return values.unbind(0)
 
 
-def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: bool) -> list[Any]:
+def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: bool) -> Sequence[Any]:
     """Copies the tensors of a ragged column, and moves them, in one go."""
     if any(len(set(map(attribute, tensors))) > 1 for attribute in (_DTYPE, _DEVICE)):
         return [_split(tensor[None].clone().to(device=device), scalars)[0] for tensor in tensors]
@@ -76,7 +82,7 @@ def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: boo
     flat = tensors if dims == {1} else [tensor.reshape(-1) for tensor in tensors]
     parts = torch.cat(flat).to(device=device).split_with_sizes([tensor.numel() for tensor in flat])
     if dims == {1}:
-        return list(parts)
+        return parts
     return [
         part.item() if scalars and not tensor.dim() else part.view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
