@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from tests.features import needs
 from torchrl_trl_bridge import BufferCheckpoint, TorchRLBufferDataset
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
 
@@ -199,3 +200,36 @@ def test_a_checkpoint_without_a_buffer_is_named(tmp_path: Path) -> None:
     train(tmp_path, seed=1, live=False, kept=False)
     with pytest.raises(FileNotFoundError, match="no buffer was saved"):
         train(tmp_path, seed=1, live=False, resume=4)
+
+
+def train_grpo(folder: Path, resume: int | None = None) -> list[list[str]]:
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(60), generator=torch.Generator().manual_seed(0))
+    for n in range(40):
+        replay_buffer.add(TensorDict({"prompt": f"{n}?"}))
+    dataset = TorchRLBufferDataset(replay_buffer, 5, num_batches=None)
+    calls: list[list[str]] = []
+
+    def reward(prompts: list[str], **kwargs: Any) -> list[float]:
+        calls.append(prompts)
+        for n in range(3):
+            replay_buffer.add(TensorDict({"prompt": f"new {len(replay_buffer)} {n}?"}))
+        return [float(i % 3) for i in range(len(prompts))]
+
+    args = GRPOConfig(
+        output_dir=str(folder / "out"), per_device_train_batch_size=4, num_generations=2, max_steps=6, save_steps=2,
+        max_completion_length=2, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        tiny_causal_lm(folder / "model"), reward_funcs=reward, args=args, train_dataset=dataset.as_hf_dataset(),
+        processing_class=tiny_tokenizer(), callbacks=[BufferCheckpoint(dataset)],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
+    return calls
+
+
+@needs("streams in GRPO")
+@pytest.mark.parametrize("resume", [2, 4])
+def test_grpo_resumes_with_the_prompts_of_an_uninterrupted_run(resume: int, tmp_path: Path) -> None:
+    whole = train_grpo(tmp_path)
+    assert train_grpo(tmp_path, resume) == whole[resume:]
+    assert len(whole) == 6

@@ -196,3 +196,35 @@ def test_a_loader_of_accelerate_gives_each_rank_its_rows(dispatch: bool | None) 
     for mine, theirs in zip(first, second, strict=True):
         assert len(mine) == len(theirs) == 5 * MESSAGES_AHEAD
         assert len({*mine, *theirs}) == 10 * MESSAGES_AHEAD
+
+
+def _sharded(rank: int, folder: str) -> tuple[list[list[int]], list[float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(100))
+    if rank == 0:
+        for n in range(40):
+            replay_buffer.add(TensorDict({"input_ids": torch.arange(n, n + 8)}))
+    model = LlamaForCausalLM.from_pretrained(f"{folder}/model")
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, losses = [], []
+    dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=3)
+    for batch in DataLoader(dataset, batch_size=4):
+        ids = batch["input_ids"]
+        seen += ids.tolist()
+        loss = model(input_ids=ids[rank::2], labels=ids[rank::2]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return seen, losses
+
+
+def test_a_sharded_model_sees_one_stream(tmp_path: Path) -> None:
+    tiny_causal_lm(tmp_path / "model")
+    (seen, losses), (their_seen, their_losses) = run_ranks(_sharded, 2, str(tmp_path), timeout=60)
+    assert seen == their_seen
+    assert len(seen) == 12
+    assert losses != their_losses
