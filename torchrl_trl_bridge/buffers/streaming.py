@@ -93,8 +93,8 @@ class Stream:
             batches = ranks.stream(
                 lambda: self._draw(epoch, share, place, keeps), lambda: describe(self.replay_buffer, self._settings)
             )
+        repeats = in_worker() or (self._draws.seed is not None and not keeps)
         keeps = keeps and (ranks is None or ranks.draws)
-        seeded = self._draws.seed is not None or in_worker()
         seen = dict.fromkeys(names)
         first = True
         for batch in batches:
@@ -108,7 +108,7 @@ class Stream:
             seen = dict.fromkeys(columns)
             # Rows are views of the columns, which must stay as they are where they may be given again.
             rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps or self.record is not None)
-            place["drawn"] = None if seeded else {name: [c.metadata, c.values] for name, c in columns.items()}
+            place["drawn"] = None if repeats else {name: [c.metadata, c.values] for name, c in columns.items()}
             place["batch"], position, last = batch.number, batch.start, len(rows) - 1
             try:
                 for position in range(batch.start, len(rows)):
