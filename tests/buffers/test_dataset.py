@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import threading
 import time
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import MetaData, NonTensorData, NonTensorStack, TensorDict, lazy_stack
@@ -66,6 +68,15 @@ def test_other_objects_are_refused(value: Any) -> None:
 def test_batch_size_must_be_a_positive_integer(value: Any) -> None:
     with pytest.raises(ValueError, match="batch_size must be a positive integer"):
         TorchRLBufferDataset(buffer_of(torch.arange(3)), value)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    def rows_and_state(two: Any) -> Any:
+        dataset = TorchRLBufferDataset(buffer_of(torch.arange(30)), two, num_batches=two, seed=two)
+        dataset.set_epoch(two)
+        return [next(iter(row.values())).item() for row in dataset], json.dumps(dataset.state_dict())
+
+    assert rows_and_state(np.int64(2)) == rows_and_state(2)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])

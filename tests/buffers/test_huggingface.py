@@ -175,6 +175,17 @@ def test_a_look_before_training_loses_no_row() -> None:
     assert sorted(row["x"] for row in stream) == list(range(12))
 
 
+@pytest.mark.parametrize("taken", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_taking_some_rows_loses_none(taken: int, mapped: bool) -> None:
+    stream = TorchRLBufferDataset(numbers(12, sampler=SamplerWithoutReplacement()), 4, num_batches=3).as_hf_dataset()
+    some = (stream.map(lambda row: row) if mapped else stream).take(taken)
+    assert len(list(some.take(0))) == 0
+    first = [row["x"] for row in some]
+    assert len(first) == taken
+    assert sorted((first + [row["x"] for row in stream])[:12]) == list(range(12))
+
+
 def test_epochs_of_a_seeded_stream() -> None:
     dataset = TorchRLBufferDataset(numbers(1000), 8, seed=3)
     stream = dataset.as_hf_dataset()

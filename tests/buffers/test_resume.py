@@ -11,13 +11,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data.replay_buffers import RandomSampler
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.features import needs
-from torchrl_trl_bridge import BufferCheckpoint, TorchRLBufferDataset
+from tests.features import needs, sampler_class
+from torchrl_trl_bridge import BufferCheckpoint, TorchRLBufferDataset, load_buffer, save_buffer
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
 
+ConsumingSampler = sampler_class("ConsumingSampler")
 SAMPLERS = [None, SamplerWithoutReplacement]
 
 
@@ -50,6 +52,28 @@ def test_the_rest_is_the_rest(sampler: type | None, seed: int | None, stop: int,
     resumed.load_state_dict(state)
     assert [row["s"] for row in resumed] == rest
     assert len(before + rest) == 12
+
+
+@needs("ConsumingSampler")
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("stop", [1, 3, 4, 7])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_were_consumed_are_in_the_state(seed: int | None, stop: int, streaming: bool, tmp_path: Path) -> None:
+    def make(replay_buffer: ReplayBuffer) -> Any:
+        dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=3, seed=seed)
+        return dataset.as_hf_dataset() if streaming else dataset
+
+    replay_buffer, restored = (buffer_of(12, sampler=ConsumingSampler) for _ in range(2))
+    source, resumed = make(replay_buffer), make(restored)
+    rows = iter(source)
+    before = [next(rows)["s"] for _ in range(stop)]
+    save_buffer(replay_buffer, tmp_path)
+    state = copy.deepcopy(source.state_dict())
+    rest = [row["s"] for row in rows]
+    load_buffer(restored, tmp_path)
+    resumed.load_state_dict(state)
+    assert [row["s"] for row in resumed] == rest
+    assert len({*before, *rest}) == 12
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
@@ -138,9 +162,18 @@ class Seen(TrainerCallback):
 
 
 def train(
-    folder: Path, *, seed: int | None, live: bool, resume: int | None = None, kept: bool = True, **kwargs: Any
+    folder: Path,
+    *,
+    seed: int | None,
+    live: bool,
+    resume: int | None = None,
+    kept: bool = True,
+    sampler: type = RandomSampler,
+    **kwargs: Any,
 ) -> tuple[list[str], SFTTrainer]:
-    replay_buffer = ReplayBuffer(storage=LazyStackStorage(60), generator=torch.Generator().manual_seed(0))
+    replay_buffer = ReplayBuffer(
+        storage=LazyStackStorage(60), sampler=sampler(), generator=torch.Generator().manual_seed(0)
+    )
     for n in range(40):
         replay_buffer.add(TensorDict({"text": f"row {n}"}))
     dataset = TorchRLBufferDataset(replay_buffer, 5, num_batches=None, seed=seed)
@@ -188,6 +221,17 @@ def test_a_resumed_trainer_sees_the_rows_of_an_uninterrupted_one(
     assert trainer.state.global_step == 6
     assert len(resumed) == len(whole) // 3
     assert resumed == whole[-len(resumed) :]
+
+
+@needs("ConsumingSampler")
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("skipping", [True, False])
+def test_a_resumed_trainer_goes_on_consuming(seed: int | None, skipping: bool, tmp_path: Path) -> None:
+    settings = {"seed": seed, "live": True, "sampler": ConsumingSampler, "ignore_data_skip": not skipping}
+    whole, _ = train(tmp_path, **settings)
+    resumed, _ = train(tmp_path, resume=4, **settings)
+    assert len(whole) == len(set(whole)) == 12, "each row once"
+    assert resumed == whole[8:]
 
 
 def test_a_seeded_stream_of_a_still_buffer_resumes_by_itself(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torchrl.envs.transforms import Transform
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers.columns import row_sums
 from torchrl_trl_bridge.compat.trl import trainer_at_work
 from torchrl_trl_bridge.compat.weights import copy_weights, unwrapped
@@ -85,15 +86,15 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
         update_policy: Callable[[nn.Module], None] | None = None,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("batches", batches)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
         own_buffer = getattr(collector, "replay_buffer", None)
         if own_buffer is not None and own_buffer is not replay_buffer:
             raise ValueError("the collector writes to another replay buffer than the one given here: give it this one.")
         self.collector = collector
         self.replay_buffer = replay_buffer
-        self.every_n_steps = every_n_steps
-        self.batches = batches
+        self.every_n_steps = int(every_n_steps)
+        self.batches = int(batches)
         self.version = 0
         self._policy = policy
         self._update_policy = update_policy

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 import torch.utils.data
 
+from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers.checks import SCANNED_ROWS, check_stored_columns
 from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
@@ -103,16 +104,19 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
                 f"replay_buffer must be a torchrl ReplayBuffer instance, got {type(replay_buffer).__name__}: "
                 "pass the buffer itself, such as ReplayBuffer(storage=LazyStackStorage(1000))."
             )
-        if not _is_positive(batch_size):
+        if not is_integer(batch_size, 1):
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
-        if num_batches is not None and not _is_positive(num_batches):
+        if num_batches is not None and not is_integer(num_batches, 1):
             raise ValueError(f"num_batches must be a positive integer or None, got {num_batches!r}.")
         if keys is not None and not len(keys):
             raise ValueError("keys=[] selects nothing. Name some keys, or leave keys out for all.")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        if seed is not None and not is_integer(seed):
             raise TypeError(f"seed must be an integer or None, got {seed!r}.")
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
             raise ValueError(f"timeout must be a number of seconds from 0 on, or None, got {timeout!r}.")
+        # Of NumPy's integers, Python's.
+        batch_size, num_batches = int(batch_size), None if num_batches is None else int(num_batches)
+        seed = None if seed is None else int(seed)
         self._replay_buffer = replay_buffer
         self._draws = Draws(batch_size, num_batches, seed, timeout)
         self._keys = keys
@@ -132,9 +136,9 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the iterations to come, in data-loader workers too. With a seed, each has its own draws."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
+        if not is_integer(epoch):
             raise TypeError(f"epoch must be an integer, got {epoch!r}.")
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(int(epoch))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self.stream(epoch=int(self._epoch), share=of_worker())
@@ -361,10 +365,6 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             + "".join(f", {name}={value}" for name, value in extras.items() if value is not None)
             + ")"
         )
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _len(columns: Mapping[Any, Column]) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers import rows
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.tensordict import non_tensor
@@ -92,7 +93,7 @@ def extend_from_dataset(
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
         hint = "; pass one of its splits, such as dataset['train']" if isinstance(dataset, Mapping) else ""
         raise TypeError(f"dataset must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}{hint}.")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_integer(batch_size, 1):
         raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}.")
     rows.check_storage(replay_buffer)
     importer: _Importer | None = None
@@ -101,7 +102,7 @@ def extend_from_dataset(
     from tqdm import tqdm  # comes with `datasets`
 
     with tqdm(total=total, unit=" rows", disable=not progress, desc="Fill the replay buffer") as bar:
-        for batch in _batches(dataset, batch_size):
+        for batch in _batches(dataset, int(batch_size)):
             importer = importer or _Importer(batch[0], dataset_type, tokenizer)
             with rows.all_kept():
                 replay_buffer.extend(lazy_stack(importer.convert(batch, written)))

@@ -15,6 +15,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
+from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers.columns import row_sums
 from torchrl_trl_bridge.buffers.flattening import KeySelection, describe_missing, flat_name, own
 from torchrl_trl_bridge.rollouts import Column, Path, read_columns
@@ -98,13 +99,17 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         max_waiting: int = 100_000,
     ) -> None:
         super().__init__()
-        if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 2:
+        if not is_integer(group_size, 2):
             raise ValueError(f"group_size must be an integer from 2 on, got {group_size!r}.")
         if not margin >= 0:
             raise ValueError(f"margin must be a number from 0 on, got {margin!r}.")
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}.")
-        self.group_size = group_size
+        if seed is not None and not is_integer(seed):
+            raise TypeError(f"seed must be an integer or None, got {seed!r}.")
+        if not is_integer(max_waiting, 1):
+            raise ValueError(f"max_waiting must be a positive integer, got {max_waiting!r}.")
+        self.group_size = int(group_size)
         self.margin = margin
         self.strategy = strategy
         self.max_waiting = max_waiting
@@ -113,7 +118,7 @@ class PreferencePairs(Transform):  # type: ignore[misc]  # torchrl comes without
         self._reward = KeySelection([reward_key])
         self._done = KeySelection([done_key])
         self._whole = (self._response.paths or [()])[-1][-1] == "full"
-        self._random = random.Random(seed)
+        self._random = random.Random(None if seed is None else int(seed))
         self._groups: dict[Hashable, list[_Rollout]] = defaultdict(list)
         self._waiting = 0
         self._counts: Counter[str] = Counter()

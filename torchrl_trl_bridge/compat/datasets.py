@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
 import torch
 from datasets.fingerprint import generate_random_fingerprint
+from datasets.iterable_dataset import TakeExamplesIterable
 from datasets.iterable_dataset import _BaseExamplesIterable as ExamplesIterable
 
 from torchrl_trl_bridge.compat.trl import cuts_rows
@@ -58,7 +61,6 @@ _DERIVING = (
     "repeat",
     "shard",
     "skip",
-    "take",
     "with_format",
 )
 
@@ -98,6 +100,12 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
         if cuts_rows(function):  # a row at a time: none waits for a thousand others
             function, kwargs = _Cut(function), {**kwargs, "batch_size": 1}
         derived = super().map(function, *args, **kwargs)
+        derived.__class__ = UnshuffledStream
+        return derived
+
+    def take(self, n: int) -> Any:
+        derived = super().take(n)
+        derived._ex_iterable.__class__ = _Taken
         derived.__class__ = UnshuffledStream
         return derived
 
@@ -165,6 +173,14 @@ def _at_epoch(source: Any, epoch: int) -> Any:
     clone = copy.copy(source)
     clone.ex_iterable = _at_epoch(source.ex_iterable, epoch)
     return clone
+
+
+class _Taken(TakeExamplesIterable):  # type: ignore[misc]
+    """The first rows of a stream. ``datasets`` (3.1 to 5.2) asks for one more, which a consuming sampler would lose."""
+
+    def __iter__(self) -> Iterator[Any]:
+        taken = self._state_dict["taken"] if self._state_dict else 0
+        return itertools.islice(super().__iter__(), max(self.n - taken, 0))
 
 
 class _Renamed:

@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from tensordict.utils import NestedKey
 from torch import nn
 
+from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.compat import transformers as hf
 from torchrl_trl_bridge.rewards.checks import padding_differences
 from torchrl_trl_bridge.rewards.contexts import scoring
@@ -427,16 +428,19 @@ def _check_finite(rewards: torch.Tensor, rows: TokenRows) -> None:
 def _at_least(name: str, value: int | None, least: int | None) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise TypeError(f"{name} must be an int or None, got {type(value).__name__}.")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}.")
-    return value
+    return int(value)
 
 
 def _label_index(label: int | str | None, labels: list[str] | None) -> int | None:
-    if label is None or (isinstance(label, int) and not isinstance(label, bool)):
-        if label is not None and (label < 0 or (labels is not None and label >= len(labels))):
+    if label is None:
+        return None
+    if is_integer(label):
+        label = int(label)
+        if label < 0 or (labels is not None and label >= len(labels)):
             raise ValueError(f"label={label} is out of range; the model's labels are {', '.join(labels or [])}.")
         return label
     if not isinstance(label, str):
