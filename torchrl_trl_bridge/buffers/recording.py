@@ -17,16 +17,13 @@ from torchrl_trl_bridge.buffers import rows
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.tensordict import non_tensor
 from torchrl_trl_bridge.compat.torch import world
-from torchrl_trl_bridge.compat.trl import TrainerAtWork, trainer_at_work
+from torchrl_trl_bridge.compat.trl import NOT_COLUMNS, TrainerAtWork, trainer_at_work
 from torchrl_trl_bridge.scoring import Reward, RewardFunctions
 
 if TYPE_CHECKING:
     from torchrl.data import ReplayBuffer
 
 RANKS = ("each", "first")
-
-# What a trainer passes to reward functions beside the columns of its dataset (TRL 0.24 to 1.16).
-_NOT_COLUMNS = frozenset({"environments", "log_extra", "log_metric", "trainer_state"})
 
 
 class RolloutRecorder:
@@ -160,7 +157,7 @@ class RolloutRecorder:
         kwargs: dict[str, Any],
     ) -> list[dict[str, Any]]:
         """What is known of each completion, in plain values, which go from rank to rank."""
-        columns = {name: values for name, values in kwargs.items() if name not in _NOT_COLUMNS}
+        columns = {name: values for name, values in kwargs.items() if name not in NOT_COLUMNS}
         if taken := sorted(rows.RESERVED & columns.keys()):
             raise ValueError(
                 f"the dataset's columns {taken} have the names of keys of a rollout, which they would overwrite: "

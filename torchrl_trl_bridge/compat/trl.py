@@ -17,6 +17,7 @@ from typing import Any
 from packaging.version import Version
 
 __all__ = [
+    "NOT_COLUMNS",
     "Needs",
     "TrainerAtWork",
     "arguments_of_reward_functions",
@@ -240,6 +241,9 @@ def _frames() -> Iterator[FrameType]:
         yield frame
         frame = frame.f_back
 
+
+NOT_COLUMNS = frozenset({"environments", "log_extra", "log_metric", "trainer_state"})
+"""What trainers pass to reward functions that is no column of their dataset (TRL 0.24 to 1.16)."""
 
 # What reward functions are called with beside prompts, completions, their ids and the columns of the dataset, with the
 # release that began to. Can go as the releases leave the matrix.

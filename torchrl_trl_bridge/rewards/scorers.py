@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
 from torchrl_trl_bridge.compat.torchrl import score_step, scores_steps
+from torchrl_trl_bridge.compat.trl import NOT_COLUMNS
 from torchrl_trl_bridge.messages import messages_to_history
 from torchrl_trl_bridge.rewards.contexts import eval_mode
 from torchrl_trl_bridge.rewards.text import path_of
@@ -20,10 +21,6 @@ from torchrl_trl_bridge.rollouts import Path, read_columns
 __all__ = ["as_trl_reward_func"]
 
 _KINDS = ("history", "text", "tokens", "masks")
-
-# What TRL's trainers pass beside the columns of their dataset (TRL 0.24 to 1.16).
-_NOT_COLUMNS = frozenset({"environments", "log_extra", "log_metric", "trainer_state"})
-
 
 def as_trl_reward_func(
     scorer: Any,
@@ -42,7 +39,8 @@ def as_trl_reward_func(
 
     Keyword Args:
         reward_key: where the scorer writes the reward, one number per completion. For a transform: in the next
-        tensordict. name: what the trainer logs the reward under; the name of the scorer's class by default.
+            tensordict.
+        name: what the trainer logs the reward under; the name of the scorer's class by default.
         tokenizer: of the policy. Needed by scorers that read ``("tokens", "full")``, and by those that read the text of
             conversations as the chat template writes them.
         log_outputs: log the mean of each other number that the scorer writes through TRL's ``log_metric``, as
@@ -113,7 +111,7 @@ class _RewardFunction:
         columns = {
             key: values
             for key, values in columns.items()
-            if key not in _NOT_COLUMNS and isinstance(values, Sequence) and len(values) == rows
+            if key not in NOT_COLUMNS and isinstance(values, Sequence) and len(values) == rows
         }
         conversational = not isinstance(prompts[0], str)
         offer = _Offer(prompts, completions, completion_ids, columns, self._tokenizer, conversational)
