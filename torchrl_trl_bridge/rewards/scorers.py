@@ -22,6 +22,7 @@ __all__ = ["as_trl_reward_func"]
 
 _KINDS = ("history", "text", "tokens", "masks")
 
+
 def as_trl_reward_func(
     scorer: Any,
     *,
