@@ -1,40 +1,30 @@
 """What it costs to record a rollout, how fast a dataset fills a buffer, and how much memory a long stream takes.
 
-Run: ``python benchmarks/recording.py``, with ``--stream 1000000`` for the last part, which takes some minutes. Times
-are medians of several turns, in processor time, which a busy machine moves less; all of it is done in one thread. Each
+``python benchmarks/recording.py --stream 1000000`` passes so many rows through a buffer, which takes some minutes. Each
 part also asserts that what was written is what was given.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
 import torch
+from measuring import Figure, Report, in_turns, main
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_trl_bridge import RolloutRecorder, TorchRLBufferDataset, extend_from_dataset
 from torchrl_trl_bridge.tiny import tiny_tokenizer
 
-TURNS = 7
+TURNS = 5
 COMPLETIONS = 256
 GROUP = 8
 TOKENS = 128
 ROWS = 10_000
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(TURNS):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return statistics.median(times)
 
 
 def reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -57,15 +47,22 @@ def ids() -> list[list[int]]:
     return torch.randint(1, 200, (COMPLETIONS, TOKENS)).tolist()
 
 
-def recording(conversational: bool) -> float:
-    """Milliseconds a completion beyond the reward function's own time."""
+def recording(report: Report, conversational: bool) -> None:
+    """What a recorder adds to the reward function by itself."""
     replay_buffer = ReplayBuffer(storage=LazyStackStorage(COMPLETIONS))
     recorder = RolloutRecorder(replay_buffer, reward, tokenizer=tiny_tokenizer())
     given = completions(conversational)
-    with_recorder, without = seconds(lambda: recorder(**given)), seconds(lambda: reward(**given))
+    recorder(**given)
     assert len(replay_buffer) == COMPLETIONS
     assert replay_buffer[0]["tokens"].response.tolist() == given["completion_ids"][0]
-    return (with_recorder - without) / COMPLETIONS * 1000
+    times = in_turns({"recorder": lambda: recorder(**given), "function": lambda: reward(**given)}, turns=TURNS)
+    added = times.difference("recorder", "function")
+    figure = Figure(*(seconds / COMPLETIONS * 1e3 for seconds in (added.median, added.low, added.high)))
+    report.claim(f"recording a completion, {name_of(conversational)}, {TOKENS} tokens", figure, "ms")
+
+
+def name_of(conversational: bool) -> str:
+    return "conversation" if conversational else "text"
 
 
 def table(conversational: bool, rows: int = ROWS) -> datasets.Dataset:
@@ -80,14 +77,20 @@ def table(conversational: bool, rows: int = ROWS) -> datasets.Dataset:
     )
 
 
-def filling(conversational: bool, tokenizer: Any = None) -> float:
-    """Rows a second."""
-    dataset = table(conversational, ROWS if tokenizer is None and not conversational else ROWS // 5)
-    replay_buffer = ReplayBuffer(storage=LazyStackStorage(len(dataset)))
-    taken = seconds(lambda: extend_from_dataset(replay_buffer, dataset, tokenizer=tokenizer, progress=False))
+def filling(report: Report, conversational: bool, tokenizer: Any = None) -> None:
+    rows = ROWS // 5 if report.quick or conversational or tokenizer is not None else ROWS
+    dataset = table(conversational, rows)
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(rows))
+
+    def fill() -> None:
+        extend_from_dataset(replay_buffer, dataset, tokenizer=tokenizer, progress=False)
+
+    seconds = in_turns({"fill": fill}, turns=TURNS).seconds("fill")
     back = TorchRLBufferDataset(replay_buffer, 1, columns="prompt-completion").as_hf_dataset(streaming=False)
     assert back[:100] == dataset[:100]
-    return len(dataset) / taken
+    figure = Figure(rows / seconds.median, rows / seconds.high, rows / seconds.low)
+    tokenized = "" if tokenizer is None else ", tokenized"
+    report.claim(f"filling a buffer from a dataset, {name_of(conversational)}{tokenized}", figure, "rows/s")
 
 
 def resident_mib() -> float:
@@ -115,18 +118,15 @@ def streaming(rows: int) -> None:
     print("  " + " ".join(f"{mib:.0f}" for mib in [*measured[1:], resident_mib()]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stream", type=int, default=0, help="also stream so many rows through a buffer")
-    options = parser.parse_args()
-    for conversational, name in ((False, "text"), (True, "conversations")):
-        print(f"recording, {name}, {TOKENS} tokens: {recording(conversational):.3f} ms a completion")
-    for conversational, name in ((False, "text"), (True, "conversations")):
-        print(f"filling from a dataset, {name}: {filling(conversational):,.0f} rows/s")
-        print(f"filling from a dataset, {name}, tokenized: {filling(conversational, tiny_tokenizer()):,.0f} rows/s")
-    if options.stream:
-        streaming(options.stream)
+def measure(report: Report) -> None:
+    for conversational in (False, True):
+        recording(report, conversational)
+        filling(report, conversational)
+        filling(report, conversational, tiny_tokenizer())
 
 
 if __name__ == "__main__":
-    main()
+    if "--stream" in sys.argv[1:2]:
+        streaming(int(sys.argv[2]))
+    else:
+        main(__doc__, measure)

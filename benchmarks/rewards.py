@@ -1,23 +1,15 @@
-"""What scoring costs: sorted micro-batches beside padded rows, the wrapper beside the bare model, functions for TRL.
-
-Run: ``python benchmarks/rewards.py``, with names of parts (``micro_batches``, ``overhead``, ``functions``) for these
-alone. All ways are timed in one process, in turns; the figures are medians of the turns, and the ratios medians of the
-ratios within a turn, so that a busy machine moves them little. Both ways of a comparison are first checked to give the
-same rewards.
-"""
+"""What scoring costs: sorted micro-batches beside padded rows, the wrapper beside the bare model, functions for TRL."""
 
 from __future__ import annotations
 
-import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from measuring import Figure, Report, in_turns, main
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
-from torch.utils.benchmark import Timer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm import ChatEnv, GSM8KRewardParser
 from torchrl.modules.llm.trl_interop import HFRewardModelWrapper as TorchRLsOwn
@@ -27,7 +19,7 @@ from torchrl_trl_bridge import HFRewardModelWrapper, TRLRewardTransform, as_trl_
 from torchrl_trl_bridge.messages import messages_to_history
 from torchrl_trl_bridge.tiny import tiny_reward_model, tiny_tokenizer
 
-TURNS = 7
+MICRO_BATCH = 8
 
 
 def reward_model(layers: int = 4, hidden_size: int = 128) -> Any:
@@ -52,46 +44,49 @@ def padded(lengths: list[int]) -> TensorDict:
     return TensorDict({"tokens": {"full": ids}, "masks": {"all_attention_mask": mask}}, [len(lengths)])
 
 
-def seconds(ways: dict[str, Callable[[], Any]], run_time: float = 0.2) -> dict[str, list[float]]:
-    """Seconds per call of each way, one figure a turn."""
-    timers = {
-        name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for name, run in ways.items()
-    }
-    for run in ways.values():
-        run()
-    figures: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(TURNS):
-        for name, timer in timers.items():
-            figures[name].append(timer.blocked_autorange(min_run_time=run_time).median)
-    return figures
+def sorted_by_hand(model: Any, batch: TensorDict) -> torch.Tensor:
+    """Padded rows, sorted by length, right-padded and scored in micro-batches, by someone who knows what they hold."""
+    ids, mask = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    lengths = mask.sum(1)
+    rewards = torch.empty(len(ids))
+    with torch.inference_mode():
+        for chosen in lengths.argsort(descending=True).split(MICRO_BATCH):
+            rows = [row[kept] for row, kept in zip(ids[chosen], mask[chosen], strict=True)]
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+            kept = torch.arange(padded.shape[1]) < lengths[chosen][:, None]
+            output = model(input_ids=padded, attention_mask=kept.long(), use_cache=False)
+            rewards[chosen] = output.logits[:, 0]
+    return rewards
 
 
-def ratio(figures: dict[str, list[float]], slow: str, fast: str) -> float:
-    return statistics.median(a / b for a, b in zip(figures[slow], figures[fast], strict=True))
-
-
-def micro_batches() -> None:
-    """64 rows of 16 to 1024 tokens: torchrl's class on the padded rows, the bridge sorted in micro-batches."""
-    model = reward_model()
+def micro_batches(report: Report) -> None:
+    """Torchrl's class scores all rows padded to the longest, the bridge sorted ones in micro-batches."""
+    model = reward_model(layers=2)
     batch = padded(torch.linspace(16, 1024, 64).int()[torch.randperm(64)].tolist())
-    scorers = {
-        "torchrl": TorchRLsOwn(model, inference_mode=True),
-        "bridge, micro_batch_size=8": HFRewardModelWrapper(model, inference_mode=True, micro_batch_size=8),
-        "bridge, max_tokens=4096": HFRewardModelWrapper(model, inference_mode=True, max_tokens=4096),
+    theirs = TorchRLsOwn(model, inference_mode=True)
+    ours = HFRewardModelWrapper(model, inference_mode=True, micro_batch_size=MICRO_BATCH)
+    bounded = HFRewardModelWrapper(model, inference_mode=True, max_tokens=4096)
+    ways: dict[str, Callable[[], Any]] = {
+        "bridge": lambda: ours(batch.copy())["reward"],
+        "bridge, max_tokens=4096": lambda: bounded(batch.copy())["reward"],
+        "torchrl's class": lambda: theirs(batch.copy())["reward"],
+        "sorted by hand": lambda: sorted_by_hand(model, batch),
     }
-    rewards = [score(batch.copy())["reward"] for score in scorers.values()]
+    rewards = [way().flatten() for way in ways.values()]
     for other in rewards[1:]:
         torch.testing.assert_close(other, rewards[0], atol=1e-4, rtol=0)
-    figures = seconds({name: lambda score=score: score(batch.copy()) for name, score in scorers.items()})
-    print("64 rows of 16 to 1024 tokens, 4-layer Llama")
-    for name in figures:
-        times = ratio(figures, "torchrl", name)
-        print(f"  {name:28} {statistics.median(figures[name]) * 1e3:6.0f} ms   torchrl / it: {times:.2f}")
+    times = in_turns(ways, turns=2 if report.quick else 5)
+    took = {way: f"{times.seconds(way).median * 1e3:.0f} ms" for way in ways}
+    work = f"rewards of 64 rows of 16 to 1024 tokens, micro-batches of {MICRO_BATCH}"
+    report.claim(work, times.ratio("torchrl's class", "bridge"), "× torchrl's class", at_least=3, ways=took)
+    by_hand = times.ratio("bridge", "sorted by hand")
+    report.claim(work, by_hand, "× the time of a loop sorted by hand", at_most=1.1, ways=took)
+    tokens = times.ratio("torchrl's class", "bridge, max_tokens=4096")
+    report.claim("the same, calls of at most 4096 tokens", tokens, "× torchrl's class", ways=took)
 
 
-def overhead() -> None:
-    """32 rows of 256 tokens: the wrapper against the bare call of the model."""
-    print("32 rows of 256 tokens")
+def overhead(report: Report) -> None:
+    """The wrapper against the bare call of the model."""
     for layers, hidden_size in ((2, 64), (4, 256)):
         model = reward_model(layers, hidden_size)
         batch = padded([256] * 32)
@@ -106,16 +101,15 @@ def overhead() -> None:
             return ours(batch.copy())["reward"]
 
         torch.testing.assert_close(wrapped(), bare(), atol=1e-5, rtol=0)
-        figures = seconds({"bare": bare, "wrapper": wrapped})
-        added = statistics.median(a - b for a, b in zip(figures["wrapper"], figures["bare"], strict=True))
-        bare_time = statistics.median(figures["bare"])
-        print(
-            f"  {layers} layers of {hidden_size}: bare {bare_time * 1e3:7.1f} ms, wrapper adds {added * 1e3:5.2f} ms "
-            f"({added / bare_time:.1%}; the bound is {(0.05 * bare_time + 1e-3) * 1e3:.2f} ms)"
-        )
+        times = in_turns({"bare": bare, "wrapper": wrapped}, turns=2 if report.quick else 5)
+        bare_time, added = times.seconds("bare").median, times.difference("wrapper", "bare")
+        share = Figure(*(1e3 * (seconds - 0.05 * bare_time) for seconds in (added.median, added.low, added.high)))
+        ways = {"bare": f"{bare_time * 1e3:.1f} ms", "added": f"{added.median * 1e3:.2f} ms"}
+        work = f"reward wrapper, 32 rows of 256 tokens, {layers} layers of {hidden_size}: added beyond 5% of the model"
+        report.claim(work, share, "ms", at_most=1, ways=ways)
 
 
-def functions(rows: int = 64) -> None:
+def functions(report: Report, rows: int = 64) -> None:
     """What `as_trl_reward_func` adds to a scorer, and `TRLRewardTransform` to a function, per row."""
     prompts = [[{"role": "user", "content": f"What is {i} + {i}?"}] for i in range(rows)]
     completions = [
@@ -123,7 +117,6 @@ def functions(rows: int = 64) -> None:
     ]
     ids = [list(range(200)) for _ in range(rows)]
     answers = [f"#### {2 * i}" for i in range(rows)]
-    print(f"as_trl_reward_func, {rows} rows, added to the scorer by itself")
 
     module = TensorDictModule(
         lambda tokens: torch.zeros(len(tokens)), in_keys=[("tokens", "response")], out_keys=["reward"]
@@ -139,25 +132,28 @@ def functions(rows: int = 64) -> None:
     judge = as_trl_reward_func(wrapper)
     chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     assert judge(prompts, completions) == wrapper.score_texts(chats).tolist()
-    figures = seconds(
-        {
-            "module on tokens": lambda: nothing(prompts, completions, ids),
-            "module on History": lambda: history(prompts, completions, ids),
-            "GSM8KRewardParser": lambda: parser(prompts, completions, ids, answer=answers),
-            "GSM8KRewardParser by itself": lambda: scorer._step(before, after.copy()),
-            "HFRewardModelWrapper": lambda: judge(prompts, completions, ids),
-            "HFRewardModelWrapper by itself": lambda: wrapper.score_texts(chats),
-        }
-    )
-    for name in ("module on tokens", "module on History", "GSM8KRewardParser", "HFRewardModelWrapper"):
-        alone = figures.get(f"{name} by itself", [0.0] * TURNS)
-        added = statistics.median(a - b for a, b in zip(figures[name], alone, strict=True)) / rows
-        print(f"  {name:24} {added * 1e3:6.3f} ms a row")
-
     rollouts = before.exclude("answer")
     transform = TRLRewardTransform(lambda completions, **_: [0.0] * len(completions))
-    figures = seconds({"transform": lambda: transform(rollouts.copy())})
-    print(f"TRLRewardTransform: {statistics.median(figures['transform']) / rows * 1e3:.3f} ms a row")
+    ways: dict[str, Callable[[], Any]] = {
+        "a module on tokens": lambda: nothing(prompts, completions, ids),
+        "a module on History": lambda: history(prompts, completions, ids),
+        "GSM8KRewardParser": lambda: parser(prompts, completions, ids, answer=answers),
+        "GSM8KRewardParser by itself": lambda: scorer._step(before, after.copy()),
+        "HFRewardModelWrapper": lambda: judge(prompts, completions, ids),
+        "HFRewardModelWrapper by itself": lambda: wrapper.score_texts(chats),
+        "transform": lambda: transform(rollouts.copy()),
+    }
+    times = in_turns(ways, turns=2 if report.quick else 5)
+    for name in ("a module on tokens", "a module on History", "GSM8KRewardParser", "HFRewardModelWrapper"):
+        alone = f"{name} by itself"
+        added = times.difference(name, alone) if alone in ways else times.seconds(name)
+        report.claim(f"as_trl_reward_func, {name}, added to a row of {rows}", per_row(added, rows), "ms")
+    report.claim(f"TRLRewardTransform, a row of {rows}", per_row(times.seconds("transform"), rows), "ms")
+
+
+def per_row(figure: Figure, rows: int) -> Figure:
+    """Milliseconds a row, from seconds a batch."""
+    return Figure(*(1e3 * seconds / rows for seconds in (figure.median, figure.low, figure.high)))
 
 
 def _parser_by_hand(prompts: list[Any], completions: list[Any], answers: list[str]) -> tuple[Any, Any, Any]:
@@ -182,14 +178,11 @@ def _parser_by_hand(prompts: list[Any], completions: list[Any], answers: list[st
 _KEPT: list[Any] = []
 
 
-PARTS = {"micro_batches": micro_batches, "overhead": overhead, "functions": functions}
-
-
-def main() -> None:
-    for name in sys.argv[1:] or PARTS:
+def measure(report: Report) -> None:
+    for part in (micro_batches, overhead, functions):
         torch.manual_seed(0)
-        PARTS[name]()
+        part(report)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

@@ -1,8 +1,8 @@
 """Rows a second of a buffer dataset, beside torchrl's own class and beside what a user writes by hand.
 
-By hand is ``sample`` and ``unbind``. Where a storage keeps rows as they were written (``ListStorage`` stacks them for a
-batch, ``LazyStackStorage`` does not), that gives views of the buffer, so that an edit of a row is one of the buffer. The
-bridge's rows are copies, and by hand with that copy is measured too. The stream goes on and on, as in training.
+By hand is ``sample`` and ``unbind``. Of a ``LazyStackStorage`` that gives the stored tensors themselves, so that an
+edit of a row is one of the buffer. The bridge's rows are dicts of copies; by hand with the same is measured too. The
+stream goes on and on, as in training.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def rollouts(rows: int = 1024) -> Any:
     batch = TensorDict({**ended, "next": TensorDict({**ended, "reward": torch.zeros(rows, 1, 1)}, [rows])}, [rows])
     batch["tokens"] = Tokens(full=ids(), prompt=ids(half), response=ids(half), batch_size=[rows])
     batch["masks"] = Masks(all_attention_mask=yes, all_assistant_mask=yes.clone(), batch_size=[rows])
-    log_probs = {"full": torch.zeros(rows, TOKENS), "prompt": torch.zeros(rows, half), "response": torch.zeros(rows, half)}
+    log_probs = {
+        "full": torch.zeros(rows, TOKENS),
+        "prompt": torch.zeros(rows, half),
+        "response": torch.zeros(rows, half),
+    }
     batch["log_probs"] = LogProbs(**log_probs, batch_size=[rows])
     return batch
 
