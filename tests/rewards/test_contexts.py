@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchrl_trl_bridge.modes import eval_mode
 from torchrl_trl_bridge.rewards.contexts import scoring
 
 
@@ -70,4 +71,15 @@ def test_threads_take_turns_with_one_model(model):
         assert not seen, "the other would find eval mode, and leave the model so or in train mode during this call"
     thread.join(10)
     assert not any(seen[0])
+    assert flags(model) == before
+
+
+def test_flags_are_restored_after_the_last_of_overlapping_calls(model):
+    before = flags(model)
+    first, second = eval_mode(model), eval_mode(model[0])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [model[0].training, model[2].training] == [False, True]
+    second.__exit__(None, None, None)
     assert flags(model) == before

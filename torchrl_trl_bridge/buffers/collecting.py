@@ -19,6 +19,7 @@ from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers.columns import row_sums
 from torchrl_trl_bridge.compat.trl import trainer_at_work
 from torchrl_trl_bridge.compat.weights import copy_weights, unwrapped
+from torchrl_trl_bridge.modes import eval_mode
 from torchrl_trl_bridge.rollouts import Column, Path, read_columns
 
 POLICY_VERSION = "policy_version"
@@ -114,7 +115,7 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
             self._iterator = iter(self.collector)
         before, started = _written(self.replay_buffer), time.perf_counter()
         model = self._policy_model()
-        with torch.no_grad(), contextlib.nullcontext() if model is None else _evaluating(model):
+        with torch.no_grad(), contextlib.nullcontext() if model is None else eval_mode(model):
             for _ in range(self.batches):
                 try:
                     data = next(self._iterator)
@@ -236,15 +237,3 @@ class _Ages(Transform):  # type: ignore[misc]  # torchrl comes without types
 def _written(replay_buffer: Any) -> int:
     count = getattr(replay_buffer, "write_count", None)  # of an ensemble there is none
     return int(len(replay_buffer) if count is None else count)
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and back on where it was on."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from torchrl_trl_bridge.modes import eval_mode
+
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _NEW_LOCK = threading.Lock()
 
@@ -24,7 +26,7 @@ def scoring(model: nn.Module, inference_mode: bool) -> Iterator[None]:
             and gives each submodule its own flag back, also after an error. False changes nothing: gradients reach the
             model unless the caller turned them off, and dropout is active if the model is in train mode.
 
-    Threads that score with one model take turns: its flags, and the padding id in its config, are those of one call.
+    Threads that score with one model take turns: the padding id in its config is that of one call.
     """
     with _NEW_LOCK:
         lock = _LOCKS.setdefault(model, threading.RLock())
@@ -34,17 +36,3 @@ def scoring(model: nn.Module, inference_mode: bool) -> Iterator[None]:
             return
         with eval_mode(model), torch.inference_mode():
             yield
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts a model and all its submodules into eval mode, and restores each one's flag."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        # The flags themselves, not `.eval()`: some modules do more there, such as merging LoRA weights.
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True

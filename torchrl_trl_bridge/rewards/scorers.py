@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torchrl_trl_bridge.compat.torchrl import score_step, scores_steps
 from torchrl_trl_bridge.compat.trl import NOT_COLUMNS
 from torchrl_trl_bridge.messages import messages_to_history
-from torchrl_trl_bridge.rewards.contexts import eval_mode
+from torchrl_trl_bridge.modes import eval_mode
 from torchrl_trl_bridge.rewards.text import path_of
 from torchrl_trl_bridge.rollouts import Path, read_columns
 

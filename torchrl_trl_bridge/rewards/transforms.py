@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_trl_bridge.rewards.contexts import eval_mode
+from torchrl_trl_bridge.modes import eval_mode
 
 # TorchRL's own LLM environments and rewards have these dimensions beside the batch: tokens (or steps), and the reward.
 _SHAPE_OF_A_REWARD = torch.Size([1, 1])
