@@ -44,7 +44,7 @@ def check_stored_columns(replay_buffer: Any, columns: dict[Path, Column]) -> Non
 
 def _holds_python(column: Column) -> bool:
     values = column.values
-    if isinstance(values, torch.Tensor) or column.metadata:
+    if isinstance(values, torch.Tensor) or column.metadata or set(map(type, values)) == {torch.Tensor}:
         return False
     return not all(value is None or isinstance(value, torch.Tensor) for value in values)
 
