@@ -34,12 +34,13 @@ def calls_in_package(run: Callable[[], Any]) -> int:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Operations on tensors, by name, and the bytes of the new memory that they made."""
+    """Operations on tensors, by name; the bytes of the new memory that they made; and moves to another device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: collections.Counter[str] = collections.Counter()
         self.new_bytes = 0
+        self.moves = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
@@ -47,6 +48,8 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]
         known = {place for leaf in tree_leaves((args, kwargs)) for place in _places(leaf)}
         made = {place: leaf for leaf in tree_leaves(result) for place in _places(leaf) if place not in known}
         self.new_bytes += sum(leaf.untyped_storage().nbytes() for leaf in made.values())
+        if isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
+            self.moves += result.device != args[0].device
         return result
 
 

@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import datasets
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -18,6 +19,9 @@ from torchrl_trl_bridge.buffers.dataset import PEEKED_ROWS
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage]
 FORMS = {"dataset": lambda dataset: dataset, "stream": lambda dataset: dataset.as_hf_dataset()}
+MOST_OF_A_STREAM = 3 if hasattr(datasets, "List") else 10
+"""Calls a row. Before version 4 ``datasets`` asks for the features at each row."""
+
 in_both_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
@@ -101,15 +105,14 @@ def test_operations_on_tensors_do_not_grow_with_the_batch(storage: type, form: A
 def test_one_move_to_the_device_a_batch_and_column(storage: type, form: Any) -> None:
     replay_buffer = buffer_of(storage)
     dataset = form(TorchRLBufferDataset(replay_buffer, 16, device="meta", num_batches=3))
-    next(iter(dataset))  # a stream looks at the columns first
     rows: list[Any] = []
     counted = operations(lambda: rows.extend(dataset))
-    assert counted.names["_to_copy"] == 3 * 2
+    assert counted.moves == 3 * 2
     assert {value.device.type for row in rows for value in row.values()} == {"meta"}
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("form", "most"), [(FORMS["dataset"], 1), (FORMS["stream"], 3)], ids=FORMS)
+@pytest.mark.parametrize(("form", "most"), [(FORMS["dataset"], 1), (FORMS["stream"], MOST_OF_A_STREAM)], ids=FORMS)
 def test_calls_a_row(storage: type, form: Any, most: float) -> None:
     """One call gives a row of tensors: the generator goes on. A stream adds the one that counts the rows."""
     replay_buffer = buffer_of(storage)
