@@ -9,12 +9,13 @@ READY := .venv/.ready-$(basename $(notdir $(CONSTRAINTS)))
 # Tests download nothing and hash strings alike in every run.
 OFFLINE := HF_HUB_OFFLINE=1 PYTHONHASHSEED=0
 
-.PHONY: help setup demo test matrix lint format types check clean
+.PHONY: help setup demo test matrix bench lint format types check clean
 
 help:
 	@echo "make demo     run the whole job once: collect, score, train; writes $(DEMO_OUT)/"
 	@echo "make test     run all tests, the examples in docstrings and the code in README.md"
 	@echo "make matrix   run all tests on every pinned set of versions; ROW=<name of a file of constraints/> runs one"
+	@echo "make bench    measure speed and memory beside torchrl's own classes and by hand, in some minutes; QUICK=1 tries it"
 	@echo "make lint     report style and formatting faults"
 	@echo "make format   repair them"
 	@echo "make types    type-check the package"
@@ -39,6 +40,10 @@ test: $(READY)
 # Makes its own environments, in .venv-matrix.
 matrix:
 	$(PYTHON) tools/matrix.py $(foreach row,$(ROW),--row $(row))
+
+# Leave the machine alone meanwhile. With QUICK=1 nothing is written.
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick)
 
 lint: $(READY)
 	$(BIN)/ruff check .
