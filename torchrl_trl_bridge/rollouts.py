@@ -45,6 +45,10 @@ class FreshRows(Sequence[torch.Tensor]):
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[torch.Tensor]:
+        # What keeps a copy, such as the state of a stream, knows numbers, strings, lists and tensors.
+        return [row.clone() for row in self]
+
 
 @dataclass
 class Column:

@@ -15,7 +15,7 @@ from torchrl_trl_bridge.buffers.encoding import Encoder, decode
 from torchrl_trl_bridge.buffers.sampling import Batch
 from torchrl_trl_bridge.buffers.saving import load_buffer, save_buffer
 from torchrl_trl_bridge.buffers.streaming import Record
-from torchrl_trl_bridge.rollouts import Column
+from torchrl_trl_bridge.rollouts import Column, FreshRows
 
 FOLDER = "replay_buffer"
 """Where in a checkpoint's folder the buffer is saved."""
@@ -98,12 +98,16 @@ class BufferCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers c
 def _save_record(record: Record, folder: Path) -> None:
     encoder = Encoder()
     batches = [
-        [batch.number, {name: [column.metadata, column.values] for name, column in batch.columns.items()}]
+        [batch.number, {name: [column.metadata, _plain(column.values)] for name, column in batch.columns.items()}]
         for batch in record.batches
     ]
     tree = {"version": 1, "state": record.state(), "batches": encoder.encode([batches], "a batch of the stream")}
     save_file(encoder.tensors, folder / _BATCHES)
     (folder / _STREAM).write_text(json.dumps(tree, ensure_ascii=False), encoding="utf-8")
+
+
+def _plain(values: Any) -> Any:
+    return list(values) if isinstance(values, FreshRows) else values
 
 
 def _restore_record(record: Record, folder: Path, *, skipping: bool) -> None:

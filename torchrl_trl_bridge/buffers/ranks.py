@@ -23,9 +23,10 @@ from typing import Any, Protocol
 import torch
 
 from torchrl_trl_bridge.buffers.fingerprints import difference
-from torchrl_trl_bridge.buffers.packing import pack, unpack
+from torchrl_trl_bridge.buffers.packing import FIRST_FRAME, framed, next_frame_size, pack, too_large, unpack
 from torchrl_trl_bridge.buffers.sampling import Batch
 from torchrl_trl_bridge.compat.torch import World, open_side_group, world
+from torchrl_trl_bridge.rollouts import Column
 
 Batches = Iterator[Batch]
 
@@ -36,6 +37,7 @@ CONFIRMATION_SECONDS = 10.0
 """How long rank 0 waits after the first row of a stream for the others to agree. Later it only looks."""
 
 _LOOK_SECONDS = 0.25
+_UNDER_WAY = 8
 
 _opened = 0
 
@@ -111,9 +113,9 @@ class Leader:
         try:
             value = compute()
         except Exception as error:
-            self._outbox.put(pack(head | {"error": _sendable(error)}))
+            self._outbox.put(head | {"error": _sendable(error)})
             raise
-        self._outbox.put(pack(head | {"value": value}))
+        self._outbox.put(head | {"value": value})
         return value
 
     def stream(self, draw: Callable[[], Batches], describe: Callable[[], dict[str, Any]]) -> Batches:
@@ -127,7 +129,7 @@ class Leader:
             for batch in draw():
                 outbox.check(number, batches)
                 about = {"kind": "batch", "number": batch.number, "start": batch.start}
-                outbox.put(pack(head | about, batch.columns), batches)
+                outbox.put(head | about, batch.columns, batches)
                 head = {"stream": number}
                 batches += 1
                 yield batch
@@ -136,9 +138,9 @@ class Leader:
             raise
         except Exception as error:
             if outbox.faulty != number:
-                outbox.put(pack(head | {"kind": "error", "error": _sendable(error)}), batches - 1)
+                outbox.put(head | {"kind": "error", "error": _sendable(error)}, batches=batches - 1)
             raise
-        outbox.put(pack(head | {"kind": "end"}), batches - 1)
+        outbox.put(head | {"kind": "end"}, batches=batches - 1)
         outbox.wait_until_read(number, batches)
 
     def confirm(self) -> None:
@@ -154,7 +156,8 @@ class Follower:
         self._rank, self._timeout = world.rank, timeout
         self._group, self._store = open_side_group(world, name, timeout)
         self._number = 0
-        self._header: tuple[torch.Tensor, Any] | None = None
+        self._awaited: tuple[torch.Tensor, Any] | None = None
+        self._frame_size = FIRST_FRAME
         self._early: deque[Any] = deque()
 
     def agree(self, compute: Callable[[], Any]) -> Any:
@@ -216,26 +219,21 @@ class Follower:
                 return message
 
     def _next_message(self) -> torch.Tensor:
-        header = self._receive_bytes(8)
-        message = torch.empty(int(header.view(torch.int64)[0]), dtype=torch.uint8)
-        try:
-            self._group.broadcast(message, 0).wait()
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return message
-
-    def _receive_bytes(self, size: int) -> torch.Tensor:
-        # A header that was waited for in vain is waited for again: it will take what rank 0 says next.
-        if self._header is None:
-            buffer = torch.empty(size, dtype=torch.uint8)
-            self._header = buffer, self._group.broadcast(buffer, 0)
-        buffer, work = self._header
+        # A frame that was waited for in vain is waited for again: it will take what rank 0 says next.
+        if self._awaited is None:
+            frame = torch.empty(self._frame_size, dtype=torch.uint8)
+            self._awaited = frame, self._group.broadcast(frame, 0)
+        message, work = self._awaited
         try:
             _finish(work, self._timeout, self._check_leader)
+            self._awaited = None
+            if size := too_large(message):
+                message = torch.empty(size, dtype=torch.uint8)
+                self._frame_size = next_frame_size(self._frame_size, size)
+                _finish(self._group.broadcast(message, 0), self._timeout, lambda: None)
         except _LostError as error:
             raise self._lost(error) from error
-        self._header = None
-        return buffer
+        return message
 
     def _check_leader(self) -> None:
         if not self._store.check(["rank0"]):
@@ -262,7 +260,8 @@ class _Outbox:
 
     def __init__(self, world: World, timeout: timedelta) -> None:
         self.world, self.timeout = world, timeout
-        self.messages: queue.Queue[torch.Tensor | str] = queue.Queue(MESSAGES_AHEAD)
+        self._frame_size = FIRST_FRAME
+        self.messages: queue.Queue[list[torch.Tensor] | str] = queue.Queue(MESSAGES_AHEAD)
         self.closed = False
         self.thread: threading.Thread | None = None
         self.keeps: Any = None
@@ -273,8 +272,11 @@ class _Outbox:
         self.eager = False
         self.failure: Exception | None = None
 
-    def put(self, message: torch.Tensor, batches: int = -1) -> None:
+    def put(self, head: dict[str, Any], columns: dict[str, Column] | None = None, batches: int = -1) -> None:
         """Lets the others be told this, which comes after so many batches; waits while too much is to be told."""
+        packed = pack(head, columns, room=self._frame_size)
+        message = framed(packed, self._frame_size)
+        self._frame_size = next_frame_size(self._frame_size, packed.numel())
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             self._raise_failure()
@@ -394,15 +396,18 @@ def _send(outbox: _Outbox, name: str) -> None:
             _collect(outbox, store)
 
         looked = 0.0
+        under_way: deque[Any] = deque()
         while True:
+            # Each wait ends with one for the interpreter, which the main thread keeps busy: several messages are sent
+            # at a time.
+            while len(under_way) > _UNDER_WAY or (under_way and outbox.messages.empty()):
+                _finish(under_way.popleft(), outbox.timeout, look)
             try:
                 message = outbox.messages.get(timeout=0.002 if outbox.eager else _LOOK_SECONDS)
             except queue.Empty:
                 message = ""
-            if isinstance(message, torch.Tensor):
-                size = torch.tensor([message.numel()]).view(torch.uint8)
-                for work in [group.broadcast(size, 0), group.broadcast(message, 0)]:
-                    _finish(work, outbox.timeout, look)
+            if isinstance(message, list):
+                under_way += [group.broadcast(part, 0) for part in message]
             elif message:
                 store.set("rank0", message)
             elif outbox.closed:
