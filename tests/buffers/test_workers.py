@@ -168,45 +168,68 @@ def _version(rows: int, version: int) -> TensorDict:
     return TensorDict(data | {"n": {"g": torch.full((rows, 8), version)}}, [rows])
 
 
+SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "0.8"))
+"""How long a reader runs beside a writer; ``SOAK_SECONDS=60 pytest -s -k reader_beside`` prints what came of it."""
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_reader_beside_a_writer_sees_whole_rows(storage: type) -> None:
     # Forked workers share the files with the writer, for which TorchRL has a lock of all processes.
     replay_buffer = ReplayBuffer(storage=storage(64), shared=storage is LazyMemmapStorage)
     replay_buffer.extend(_version(64, 0))
     stop = threading.Event()
+    written = 0
 
     def write() -> None:
+        nonlocal written
         for version in itertools.count(1):
             if stop.is_set():
                 return
             batch = _version(16, version)
             replay_buffer.extend(batch if version % 2 else lazy_stack(list(batch.unbind(0))))
+            written += 16
 
-    threads = threading.active_count()
-    handles = len(os.listdir("/proc/self/fd"))
+    def resources() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def is_torn(row: dict[str, torch.Tensor]) -> bool:
+        return len({int(x) for value in row.values() for x in value}) > 1
+
+    before = resources()
     writer = threading.Thread(target=write)
     writer.start()
     seen: Counter[int] = Counter()
+    torn = passes = from_workers = 0
     try:
-        deadline = time.monotonic() + 0.8
+        deadline = time.monotonic() + SOAK_SECONDS
         while time.monotonic() < deadline:
             dataset = TorchRLBufferDataset(replay_buffer, 16, num_batches=8)
             other = iter(dataset)
             for row in dataset:
                 next(other)
-                assert len({int(x) for value in row.values() for x in value}) == 1, "all fields from one write"
+                torn += is_torn(row)
                 seen[int(row["f0"][0])] += 1
                 if sum(seen.values()) % 37 == 0:
                     break
-        fork = DataLoader(TorchRLBufferDataset(replay_buffer, 16, num_batches=4), batch_size=None, num_workers=2)
-        for row in fork:
-            assert len({int(x) for value in row.values() for x in value}) == 1
+            if passes % 500 == 0:
+                short = TorchRLBufferDataset(replay_buffer, 16, num_batches=4)
+                for row in DataLoader(short, batch_size=None, num_workers=2):
+                    torn += is_torn(row)
+                    from_workers += 1
+            passes += 1
     finally:
         stop.set()
         writer.join(10)
     assert not writer.is_alive()
+    assert torn == 0, "all fields of a row come from one write"
     assert len(seen) > 3
-    del dataset, other, row, fork
-    gc.collect()
-    assert threading.active_count() <= threads
-    assert len(os.listdir("/proc/self/fd")) <= handles + 2
+    assert from_workers
+    del dataset, other, row, short
+    after = resources()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 2
+    print(
+        f"{storage.__name__}: {sum(seen.values()):,} rows read in {passes:,} passes, {from_workers} by workers, "
+        f"{written:,} written; {torn} torn; threads {before[0]} to {after[0]}, file handles {before[1]} to {after[1]}"
+    )
