@@ -63,18 +63,20 @@ def test_batches_come_worker_by_worker() -> None:
     assert shared == alone, "replay batch i is from worker i % 2, and the loader asks them in turn"
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_other_start_methods(method: str) -> None:
-    dataset = TorchRLBufferDataset(buffer_of(prefetch=2, batch_size=5), 5, num_batches=4, seed=1)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+def test_start_methods(method: str, storage: type) -> None:
+    dataset = TorchRLBufferDataset(buffer_of(storage=storage, prefetch=2, batch_size=5), 5, num_batches=4, seed=1)
     dataset.replay_buffer.sample()
     loader = DataLoader(dataset, batch_size=5, num_workers=2, multiprocessing_context=method)
     assert sorted(values(loader)) == sorted(int(row["x"]) for row in dataset)
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
-def test_storages_that_stay_in_their_process_are_named(storage: type) -> None:
+def test_storages_that_stay_in_their_process_are_named(method: str, storage: type) -> None:
     loader = DataLoader(
-        TorchRLBufferDataset(buffer_of(storage=storage), 5), num_workers=1, multiprocessing_context="spawn"
+        TorchRLBufferDataset(buffer_of(storage=storage), 5), num_workers=1, multiprocessing_context=method
     )
     with pytest.raises(RuntimeError, match=rf"{storage.__name__} cannot be sent.*num_workers=0.*LazyTensorStorage"):
         next(iter(loader))
