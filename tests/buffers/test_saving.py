@@ -32,6 +32,7 @@ from torchrl.data.llm import History
 
 from tests.features import sampler_param
 from torchrl_trl_bridge import load_buffer, save_buffer
+from torchrl_trl_bridge.buffers import saving
 
 LISTS = [ListStorage, LazyStackStorage]
 TENSORS = [LazyTensorStorage, LazyMemmapStorage]
@@ -360,3 +361,30 @@ def test_strings_that_the_storage_has_lost(tmp_path: Path) -> None:
     replay_buffer.extend(TensorDict({"s": NonTensorStack("a", "b"), "x": torch.arange(2)}, [2]))
     with pytest.raises(ValueError, match="LazyMemmapStorage"):
         save_buffer(replay_buffer, tmp_path)
+
+
+@pytest.mark.parametrize("storage", [*LISTS, *TENSORS])
+def test_rows_written_during_a_save_are_not_in_it(
+    storage: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_buffer = ReplayBuffer(storage=storage(8))
+    replay_buffer.extend(TensorDict({"x": torch.zeros(8)}, [8]))
+    saved = saving._write
+
+    def write(*args: Any) -> None:
+        replay_buffer.extend(TensorDict({"x": torch.ones(8)}, [8]))
+        saved(*args)
+
+    monkeypatch.setattr(saving, "_write", write)
+    save_buffer(replay_buffer, tmp_path)
+    monkeypatch.undo()
+    load_buffer(replay_buffer, tmp_path)
+    assert replay_buffer[:]["x"].tolist() == [0.0] * 8
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    flat = torch.arange(6)
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    replay_buffer.add(TensorDict({"parts": NonTensorData([flat[:2], flat[2:], flat])}))
+    parts = restored(replay_buffer, tmp_path)[0]["parts"]
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3, 4, 5], list(range(6))]

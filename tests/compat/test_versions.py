@@ -73,7 +73,7 @@ def test_a_newer_release_is_tried_with_one_warning_at_the_users_line(name: str, 
 def test_a_newer_patch_release_is_no_news(version: str, tmp_path: Path) -> None:
     done = with_versions(tmp_path, LOAD, torchrl=version.format(newest("torchrl")))
     assert done.returncode == 0, done.stderr
-    assert "UserWarning: torchrl-trl-bridge" not in done.stderr
+    assert "torchrl " not in done.stderr, "of other libraries, the row that is being tested may be the first"
 
 
 @pytest.mark.parametrize("version", ["unknown", "2026-12-01", "main.dirty"])

@@ -30,6 +30,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._memories: set[int] = set()
 
     def encode(self, values: Sequence[Any], path: str = "") -> Node:
         """The tree of some values.
@@ -108,7 +109,12 @@ class Encoder:
 
     def _keep(self, tensor: torch.Tensor) -> str:
         name = str(len(self.tensors))
-        self.tensors[name] = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in self._memories:  # safetensors takes no two views of one memory
+            tensor = tensor.clone()
+        self._memories.add(memory)
+        self.tensors[name] = tensor
         return name
 
     def _plain(self, value: Any, path: str) -> Any:

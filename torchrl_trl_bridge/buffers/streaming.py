@@ -98,14 +98,17 @@ class Stream:
         seen = dict.fromkeys(names)
         first = True
         for batch in batches:
-            if not batch.size:
+            size = batch.size
+            if not size:
                 raise RuntimeError(
                     "a batch of the replay buffer holds no rows: has its transform dropped them all? Rows that are not "
                     "to be drawn should not be written."
                 )
-            nothing = Column([None] * batch.size)
-            columns = {name: batch.columns.get(name, nothing) for name in {**seen, **batch.columns}}
-            seen = dict.fromkeys(columns)
+            columns = batch.columns
+            if list(seen) != list(columns):
+                nothing = Column([None] * size)
+                columns = {name: columns.get(name, nothing) for name in {**seen, **columns}}
+                seen = dict.fromkeys(columns)
             # Rows are views of the columns, which must stay as they are where they may be given again.
             rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps or self.record is not None)
             place["drawn"] = None if repeats else {name: [c.metadata, c.values] for name, c in columns.items()}
@@ -122,9 +125,9 @@ class Stream:
                         if ranks is not None:
                             ranks.confirm()
             except GeneratorExit:
-                unused = Batch(0, columns, position if first and keeps_looks else position + 1)
-                if keeps and unused.start < unused.size:
-                    self._unused.append(unused)
+                start = position if first and keeps_looks else position + 1
+                if keeps and start <= last:
+                    self._unused.append(Batch(0, columns, start))
                 raise
 
     def _ranks_at_work(self) -> Ranks | None:

@@ -516,7 +516,10 @@ def capacity(replay_buffer: Any) -> int:
 
 
 def stored_content(replay_buffer: Any, rows: bool = True) -> tuple[str, list[Any]]:
-    """The kind of a storage, "list" or "tensor", and what it holds: its rows, or one batch of all of them."""
+    """The kind of a storage, "list" or "tensor", and what it holds: its rows, or a copy of all of them as one batch.
+
+    Rows of a list are replaced by what is written, and those of tensors overwritten.
+    """
     storage = replay_buffer._storage
     if isinstance(storage, ListStorage):
         return "list", list(storage._storage) if rows else []
@@ -527,7 +530,9 @@ def stored_content(replay_buffer: Any, rows: bool = True) -> tuple[str, list[Any
         stored: Any = storage._storage
         # torch takes a tensordict for a tree, and its metadata for a leaf.
         return "tensor", [
-            stored[written] if is_tensor_collection(stored) else tree_map(lambda leaf: leaf[written], stored)
+            stored[written].clone()
+            if is_tensor_collection(stored)
+            else tree_map(lambda leaf: leaf[written].clone(), stored)
         ]
     raise TypeError(
         f"a {type(storage).__name__} cannot be saved. Keep the rows in a ListStorage, LazyStackStorage, "
