@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -88,6 +89,13 @@ def test_ragged_rows_are_copied_once_into_one_tensor_a_column() -> None:
 
 def memory_of(value: torch.Tensor) -> int:
     return int(value.untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_row_that_the_consumer_drops_is_let_go(storage: type) -> None:
+    rows = iter(TorchRLBufferDataset(buffer_of(storage), 16))
+    dropped = [weakref.ref(next(rows)["key0"]) for _ in range(4)]
+    assert [value() is None for value in dropped] == [True] * 4
 
 
 @in_both_forms

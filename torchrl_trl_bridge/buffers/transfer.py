@@ -37,9 +37,12 @@ def to_rows(
             values.append(_row_values(column.values, device, scalars, copy))
         except TypeError as error:
             raise TypeError(f"column {name!r} holds {error}: leave it out with keys=[...].") from error
+    if not values:
+        return []
     # Column by column: 0.05 us a value, against 0.3 us a row and the same a value for `dict(zip(columns, row))`.
-    rows: list[dict[str, Any]] = [{} for _ in values[0]] if values else []
-    for name, column_values in zip(columns, values, strict=True):
+    first, *others = columns
+    rows = [{first: value} for value in values[0]]
+    for name, column_values in zip(others, values[1:], strict=True):
         for row, value in zip(rows, column_values, strict=True):
             row[name] = value
     return rows
