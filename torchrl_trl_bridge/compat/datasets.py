@@ -179,7 +179,8 @@ class _Taken(TakeExamplesIterable):  # type: ignore[misc]
     """The first rows of a stream. ``datasets`` (3.1 to 5.2) asks for one more, which a consuming sampler would lose."""
 
     def __iter__(self) -> Iterator[Any]:
-        taken = self._state_dict["taken"] if self._state_dict else 0
+        state = self._state_dict or {}
+        taken = state.get("taken", state.get("num_taken", 0))  # renamed after datasets 3.1
         return itertools.islice(super().__iter__(), max(self.n - taken, 0))
 
 
