@@ -97,9 +97,9 @@ def measure(report: Report) -> None:
         work = f"making the Hugging Face stream, {name}"
         ways = {"first": f"{figures['first'] * 1e3:.2f} ms", "again": f"{figures['again'] * 1e3:.2f} ms"}
         report.claim(work, figures["first"] * 1e3, "ms", at_most=50, ways=ways)
-        report.claim(f"{work}, new memory", figures["memory"] / 1e6, "MB", at_most=20)
+        report.claim(work, figures["memory"] / 1e6, "MB of new memory", at_most=20)
     again = made[f"{large:g} GB"]["again"] / made[f"{small:g} GB"]["again"]
-    report.claim("the same for both: time of the larger", again, "× that of the smaller")
+    report.claim(f"making the Hugging Face stream, {large:g} GB", again, f"× the time of {small:g} GB")
     ours, theirs = made[f"{small:g} GB"], alone(__file__, "theirs", str(small))
     both = {"bridge": ours, "torchrl's class": theirs}
     ways = {name: f"{way['first'] * 1e3:.1f} ms, {way['memory'] / 1e6:.1f} MB" for name, way in both.items()}
@@ -116,7 +116,7 @@ def measure(report: Report) -> None:
     }
     work = f"snapshot, {rows:,} rows of {TOKENS} tokens"
     report.claim(work, ratio, "× from_list", at_least=5, ways=ways)
-    report.claim(f"{work}, new memory at most", figures["memory"], "× the data")
+    report.claim(work, figures["memory"], "× the data in new memory, at most")
 
 
 def part() -> Any:

@@ -157,7 +157,7 @@ def one_key(report: Report, turns: int) -> None:
         same = times.ratio("by hand, the same rows", "bridge")
         report.claim(work, same, "× sample + unbind, and rows that share nothing with the buffer")
         on_top = times.ratio("bridge", "Hugging Face stream")
-        report.claim(f"{work}, the Hugging Face stream", on_top, "× the plain dataset", at_least=0.6)
+        report.claim(work, on_top, "× the plain dataset, as a Hugging Face stream", at_least=0.6)
 
 
 def collected(report: Report, turns: int) -> None:

@@ -99,37 +99,51 @@ def page(results: dict[str, Any], plots: list[Path]) -> str:
     lines += ["Medians, with their quartiles; ratios are within a turn. What each script does is said in it.", ""]
     lines += table(results)
     lines += ["", "What each way took:", ""]
-    for result in results["scripts"].values():
-        for claim in result["claims"]:
-            if claim["ways"]:
-                lines += [f"- {claim['work']}: {'; '.join(f'{way} {took}' for way, took in claim['ways'].items())}"]
+    for work, claims in by_work(results).items():
+        ways = {way: took for claim in claims for way, took in claim["ways"].items()}
+        if ways:
+            lines += [f"- {work}: {'; '.join(f'{way} {took}' for way, took in ways.items())}"]
     return "\n".join([*lines, "", *(f"![{plot.stem}](plots/{plot.name})" for plot in plots), ""])
 
 
-def readme_section(results: dict[str, Any]) -> str:
-    """What stands in the README, between its marks: the figures that have a target."""
-    lines = ["| work | measured | target |", "| --- | --- | --- |"]
+def by_work(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The figures of each piece of work, over all scripts."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for result in results["scripts"].values():
         for claim in result["claims"]:
-            if claim["met"] is not None:
-                target = target_text(claim) + ("" if claim["met"] else ", not met")
-                lines += [f"| {claim['work']} | {as_text(claim)} | {target} |"]
+            found.setdefault(claim["work"], []).append(claim)
+    return found
+
+
+def readme_section(results: dict[str, Any]) -> str:
+    """What stands in the README, between its marks: the figures that have a target, without their spread."""
+    lines = ["| work | measured (target) |", "| --- | --- |"]
+    for work, claims in by_work(results).items():
+        figures = [in_short(claim) for claim in claims if claim["met"] is not None]
+        if figures:
+            lines += [f"| {work} | {'; '.join(figures)} |"]
     versions = results["versions"]
     parts = [
         "<!-- bench: written by `make bench` -->",
         "## How fast",
         "",
         f"Measured on {results['date']} with torchrl {versions['torchrl']} and TRL {versions['trl']}, one thread of "
-        f'{results["processor"]}: medians with quartiles. "torchrl\'s class" is that of '
-        "`torchrl.modules.llm.trl_interop`. `make bench` measures it anew; "
-        "[benchmarks/README.md](benchmarks/README.md) says where the time goes, and why a target is not met.",
+        f'{results["processor"]}. "torchrl\'s class" is that of `torchrl.modules.llm.trl_interop`. `make bench` '
+        "measures it anew; [benchmarks/README.md](benchmarks/README.md) says where the time goes, and "
+        "why a target is not met.",
         "",
         *lines,
         "",
-        "All figures, and how cost grows: [benchmarks/results.md](benchmarks/results.md).",
+        "All figures, their spread, and how cost grows: [benchmarks/results.md](benchmarks/results.md).",
         "<!-- end of bench -->",
     ]
     return "\n".join(parts)
+
+
+def in_short(claim: dict[str, Any]) -> str:
+    """A figure without its spread, and its target: ``2.4 × torchrl's class (≥ 6, not met)``."""
+    figure = as_text({**claim, "low": claim["median"], "high": claim["median"]})
+    return f"{figure} ({target_text(claim)}{'' if claim['met'] else ', not met'})"
 
 
 def with_section(readme: str, section: str) -> str:

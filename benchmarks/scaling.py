@@ -1,6 +1,7 @@
 """How cost grows with the batch, the length of a row, the number of keys and the buffer: by a straight line.
 
-Rows a second of the bridge, and of ``sample`` and ``unbind`` by hand. For each point, too, the most memory that a
+Rows a second of the bridge, and of ``sample`` and ``unbind`` by hand; beside the bridge's points stands what the
+straight line through them gives: the time of a batch as ``a + b * x``. For each point, too, the most memory that a
 process whose memory is new takes for a pass of a few batches, beside the size of a batch.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +83,16 @@ def memory(sizes: dict[str, int], memmap: bool) -> float:
         return peak_memory(taking(dataset, 4 * sizes["batch"]))
 
 
+def straight(points: list[tuple[int, float]], rows_of: Callable[[int], int]) -> list[tuple[int, float]]:
+    """The speeds of the straight line, of the least relative error, through the times of a batch."""
+    x = torch.tensor([point for point, _ in points], dtype=torch.double)
+    seconds = torch.tensor([rows_of(point) / speed for point, speed in points], dtype=torch.double)
+    terms = torch.stack([torch.ones_like(x), x], 1) / seconds[:, None]
+    line = torch.linalg.lstsq(terms, torch.ones(len(x), 1, dtype=torch.double)).solution
+    fitted = (terms @ line)[:, 0] * seconds
+    return [(point, rows_of(point) / float(time)) for (point, _), time in zip(points, fitted, strict=True)]
+
+
 def measure(report: Report) -> None:
     torch.manual_seed(0)
     for what, (axis, points) in POINTS.items():
@@ -93,7 +104,10 @@ def measure(report: Report) -> None:
             by_hand.append((point, faster))
             peaks.append((point, alone(__file__, "memory", json.dumps(sizes), str(int(memmap))) / 1e6))
             batches.append((point, 8e-6 * sizes["batch"] * sizes["length"] * sizes["keys"]))
-        lines = {"bridge": ours, "sample + unbind": by_hand}
+        line = straight(ours, lambda point, what=what: point if what == "batch" else DEFAULTS["batch"])
+        off = max(abs(fitted / speed - 1) for (_, fitted), (_, speed) in zip(line, ours, strict=True))
+        report.claim(f"speed by {axis}: the farthest point from a straight line", 100 * off, "%")
+        lines = {"bridge": ours, "sample + unbind": by_hand, "straight line": line}
         report.curve(f"speed-{what}", f"Speed by {axis}", axis, "rows a second", lines)
         lines = {"bridge, peak": peaks, "one batch": batches}
         report.curve(f"memory-{what}", f"Memory by {axis}", axis, "MB", lines)

@@ -45,15 +45,18 @@ def test_figures_become_lines_of_the_table(bench: Any, capsys: pytest.CaptureFix
     report = measuring.Report()
     report.claim("fast", measuring.Figure(2.0, 1.9, 2.25), "× by hand", at_least=1.8)
     report.claim("large", 30.0, "MB", at_most=20, ways={"bridge": "30 MB"})
+    report.claim("fast", 0.9, "× torchrl's class", at_least=0.5)
     report.claim("only reported", 1234.5, "rows/s")
     results = results_of(run, report)
     assert run.table(results)[3:] == [
         "| fast | 2 (1.9 to 2.25) × by hand | ≥ 1.8 | met |",
         "| large | 30 MB | ≤ 20 | not met |",
+        "| fast | 0.9 × torchrl's class | ≥ 0.5 | met |",
         "| only reported | 1,234 rows/s |  |  |",
     ]
     section = run.readme_section(results)
-    assert "| large | 30 MB | ≤ 20, not met |" in section
+    assert "| large | 30 MB (≤ 20, not met) |" in section
+    assert "| fast | 2 × by hand (≥ 1.8); 0.9 × torchrl's class (≥ 0.5) |" in section
     assert "only reported" not in section
     assert "large" in capsys.readouterr().out
 
