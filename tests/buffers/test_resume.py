@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.features import needs, sampler_class
-from torchrl_trl_bridge import BufferCheckpoint, TorchRLBufferDataset, load_buffer, save_buffer
+from torchrl_trl_bridge import BufferCheckpoint, DatasetType, TorchRLBufferDataset, load_buffer, save_buffer
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
 
 ConsumingSampler = sampler_class("ConsumingSampler")
@@ -232,6 +232,54 @@ def test_a_resumed_trainer_goes_on_consuming(seed: int | None, skipping: bool, t
     resumed, _ = train(tmp_path, resume=4, **settings)
     assert len(whole) == len(set(whole)) == 12, "each row once"
     assert resumed == whole[8:]
+
+
+def train_on_tokens(folder: Path, resume: int | None = None) -> list[list[int]]:
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(60), generator=torch.Generator().manual_seed(0))
+    for n in range(10):
+        prompt, response = torch.arange(3, 4 + n % 4), torch.arange(50 + n, 52 + n + n % 3)
+        tokens = {"prompt": prompt, "response": response, "full": torch.cat([prompt, response])}
+        replay_buffer.add(TensorDict({"tokens": tokens}))
+    dataset = TorchRLBufferDataset(replay_buffer, 5, columns=DatasetType("tokenized", labels=True), num_batches=None)
+    args = SFTConfig(
+        output_dir=str(folder / "out"), per_device_train_batch_size=2, max_steps=4, save_steps=2, use_cpu=True,
+        bf16=False, report_to="none", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        tiny_causal_lm(folder / "model"), args=args, train_dataset=dataset.as_hf_dataset(),
+        processing_class=tiny_tokenizer(), callbacks=[BufferCheckpoint(dataset)],
+    )  # fmt: skip
+    seen: list[list[int]] = []
+    step = trainer.training_step
+
+    def training_step(model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> Any:
+        seen.extend(inputs["labels"].tolist())
+        return step(model, inputs, *args)
+
+    trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
+    return seen
+
+
+def test_ragged_tokens_are_in_a_checkpoint(tmp_path: Path) -> None:
+    whole = train_on_tokens(tmp_path)
+    assert train_on_tokens(tmp_path, 2) == whole[4:]
+
+
+def test_the_state_holds_lists_and_tensors() -> None:
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(9))
+    for n in range(1, 9):
+        tokens = {"prompt": torch.arange(n), "response": torch.arange(2), "full": torch.arange(n + 2)}
+        replay_buffer.add(TensorDict({"tokens": tokens}))
+    dataset = TorchRLBufferDataset(replay_buffer, 4, columns="tokenized")
+    rows = iter(dataset)
+    next(rows)
+    state = dataset.state_dict()
+    assert all(type(values) is list for _, values in state["drawn"].values())
+    resumed = TorchRLBufferDataset(replay_buffer, 4, columns="tokenized")
+    resumed.load_state_dict(state)
+    for row, same in zip(rows, resumed, strict=True):
+        assert all(torch.equal(row[name], same[name]) for name in row)
 
 
 def test_a_seeded_stream_of_a_still_buffer_resumes_by_itself(tmp_path: Path) -> None:

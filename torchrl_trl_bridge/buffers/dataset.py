@@ -73,7 +73,9 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
         The columns of a stream are those of its first batch, and of each later one as it comes.
 
-        In a ``DataLoader`` with workers, each worker gives its share of the batches, and all give them once.
+        In a ``DataLoader`` with workers, batch ``i`` of the buffer comes from worker ``i % num_workers``, and from no
+        other. The loader asks the workers in turn: with its own batch size that of this dataset, the order is that of
+        one process.
 
     Examples:
         >>> import torch
