@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
         command = [sys.executable, str(script), "--out", str(out), *(["--quick"] if quick else [])]
         # One thread: what is measured is the way of a batch, not how torch shares out a sum.
         settings = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        settings |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "RL_WARNINGS": "0", "TORCHRL_LOGGING_LEVEL": "ERROR"}
+        settings |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "RL_WARNINGS": "0", "RL_LOGGING_LEVEL": "ERROR"}
         result: dict[str, Any]
         try:
             subprocess.run(command, env=os.environ | settings, cwd=folder, timeout=SECONDS, check=True)
@@ -123,14 +124,17 @@ def readme_section(results: dict[str, Any]) -> str:
         if figures:
             lines += [f"| {work} | {'; '.join(figures)} |"]
     versions = results["versions"]
+    text = (
+        f"Measured on {results['date']} with torchrl {versions['torchrl']} and TRL {versions['trl']}, one thread of "
+        f'{results["processor"]}. "torchrl\'s class" is that of `torchrl.modules.llm.trl_interop`. `make bench` '
+        "measures it anew; [benchmarks/README.md](benchmarks/README.md) says where the time goes, and why a "
+        "target is not met."
+    )
     parts = [
         "<!-- bench: written by `make bench` -->",
         "## How fast",
         "",
-        f"Measured on {results['date']} with torchrl {versions['torchrl']} and TRL {versions['trl']}, one thread of "
-        f'{results["processor"]}. "torchrl\'s class" is that of `torchrl.modules.llm.trl_interop`. `make bench` '
-        "measures it anew; [benchmarks/README.md](benchmarks/README.md) says where the time goes, and "
-        "why a target is not met.",
+        *textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False),
         "",
         *lines,
         "",

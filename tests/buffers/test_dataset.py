@@ -758,7 +758,7 @@ def test_a_look_at_an_edited_row() -> None:
     dataset = TorchRLBufferDataset(consuming(SamplerWithoutReplacement(shuffle=False)), 4, num_batches=3)
     stream = dataset.as_hf_dataset().map(lambda row: {"x": row["x"]})
     next(iter(stream))
-    rows = dataset.stream(epoch=0, share=Share(), keeps_looks=True)
+    rows = dataset.stream.rows(epoch=0, share=Share(), keeps_looks=True)
     next(rows)["x"].fill_(99)
     rows.close()
     assert [row["x"] for row in stream] == list(range(12))
@@ -780,7 +780,7 @@ def test_a_pickled_dataset_takes_no_drawn_rows_along() -> None:
     dataset = TorchRLBufferDataset(consuming(SamplerWithoutReplacement(shuffle=False)), 4, num_batches=3)
     next(iter(dataset))
     clone = pickle.loads(pickle.dumps(dataset))
-    assert not clone._stream._unused
+    assert not clone.stream._unused
     assert len(list(clone)) == 12
 
 

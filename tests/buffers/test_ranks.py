@@ -163,7 +163,7 @@ def test_columns_and_snapshots_are_those_of_rank_0() -> None:
 def test_alone_nothing_is_told() -> None:
     dataset = TorchRLBufferDataset(buffer_of(5), 4)
     list(dataset)
-    assert dataset._stream._ranks._ranks is None
+    assert dataset.stream._ranks._ranks is None
 
 
 # Disagreement

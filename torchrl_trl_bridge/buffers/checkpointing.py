@@ -74,25 +74,25 @@ class BufferCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers c
                 load_buffer(self._dataset.replay_buffer, folder)
             if state.is_world_process_zero:
                 _restore_record(record, folder, skipping=not args.ignore_data_skip)
-        self._dataset.record = record if state.is_world_process_zero else None
+        self._dataset.stream.record = record if state.is_world_process_zero else None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forgets the batches that no checkpoint will need."""
-        if self._dataset.record is not None:
-            self._dataset.record.mark(args.gradient_accumulation_steps)
+        if self._dataset.stream.record is not None:
+            self._dataset.stream.record.mark(args.gradient_accumulation_steps)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Saves buffer and stream into the checkpoint that the trainer has just written."""
-        if self._dataset.record is not None:
+        if self._dataset.stream.record is not None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
             save_buffer(self._dataset.replay_buffer, folder)
-            _save_record(self._dataset.record, folder)
+            _save_record(self._dataset.stream.record, folder)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stops recording."""
-        self._dataset.record = None
+        self._dataset.stream.record = None
 
 
 def _save_record(record: Record, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -14,8 +14,8 @@ from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers.checks import SCANNED_ROWS, check_stored_columns
 from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
-from torchrl_trl_bridge.buffers.sampling import Draws, Share, wait_for_rows
-from torchrl_trl_bridge.buffers.streaming import Record, Stream
+from torchrl_trl_bridge.buffers.sampling import Draws, wait_for_rows
+from torchrl_trl_bridge.buffers.streaming import Stream
 from torchrl_trl_bridge.buffers.workers import of_worker, sendable_buffer
 from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.torch import fork_workers_of
@@ -132,7 +132,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._epoch: torch.Tensor = torch.tensor(0).share_memory_()  # type: ignore[no-untyped-call]
         settings: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "seed": seed}
         settings |= {"keys": None if keys is None else str(list(keys)), "columns": str(columns)}
-        self._stream = Stream(replay_buffer, self._draws, self.read, self._device, settings)
+        self.stream = Stream(replay_buffer, self._draws, self.read, self._device, settings)
         fork_workers_of(TorchRLBufferDataset)
         compat.keep_whole_in_forks(replay_buffer)
 
@@ -143,35 +143,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         self._epoch.fill_(int(epoch))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self.stream(epoch=int(self._epoch), share=of_worker())
-
-    def stream(
-        self,
-        *,
-        epoch: int,
-        share: Share,
-        names: Sequence[str] = (),
-        scalars: bool = False,
-        place: dict[str, Any] | None = None,
-        keeps_looks: bool = False,
-    ) -> Iterator[dict[str, Any]]:
-        """The rows of one iteration: see `Stream.rows`."""
-        return self._stream.rows(
-            epoch=epoch, share=share, names=names, scalars=scalars, place=place, keeps_looks=keeps_looks
-        )
-
-    def agreed(self, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` gives, or raises: on rank 0 where there are several, whose buffer alone may be filled."""
-        return self._stream.agreed(compute)
-
-    @property
-    def record(self) -> Record | None:
-        """What the stream drew last, if that is recorded: for checkpoints of a trainer."""
-        return self._stream.record
-
-    @record.setter
-    def record(self, record: Record | None) -> None:
-        self._stream.record = record
+        return self.stream.rows(epoch=int(self._epoch), share=of_worker())
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the latest iteration, of numbers, strings and tensors.
@@ -194,7 +166,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             >>> [int(row["x"]) for row in resumed] == [int(row["x"]) for row in rows]
             True
         """
-        return self._stream.state_dict()
+        return self.stream.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lets the next iteration go on from a place that `state_dict` gave, and sets the epoch to that of the place.
@@ -202,7 +174,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if it is no such state, or that of a newer release.
         """
-        self._stream.load_state_dict(state_dict)
+        self.stream.load_state_dict(state_dict)
         self.set_epoch(state_dict["epoch"])
 
     def read(self, batch: Any, *, first: bool = False, added: Sequence[Path] = ()) -> Columns:
@@ -352,7 +324,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._stream.replay_buffer = self._replay_buffer
+        self.stream.replay_buffer = self._replay_buffer
 
     def __repr__(self) -> str:
         if self._plan is not None and self._plan.form is None and self._plan.type and self.row_count:

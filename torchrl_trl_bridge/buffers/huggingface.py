@@ -36,7 +36,7 @@ def stream(dataset: TorchRLBufferDataset) -> datasets.IterableDataset:
 
 def snapshot(dataset: TorchRLBufferDataset) -> datasets.Dataset:
     """The whole buffer, in storage order: see `TorchRLBufferDataset.as_hf_dataset`."""
-    table, features = dataset.agreed(lambda: _table_of(dataset))
+    table, features = dataset.stream.agreed(lambda: _table_of(dataset))
     return dataset_of_table(table, features)
 
 
@@ -107,13 +107,13 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
     @property
     def features(self) -> datasets.Features | None:
         if self._features is None:
-            self._features = self.dataset.agreed(lambda: _features_of(self.dataset))
+            self._features = self.dataset.stream.agreed(lambda: _features_of(self.dataset))
         return self._features
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         check_evaluation(self.dataset)
         # `datasets` gives its only shard, the whole stream, to one data-loader worker.
-        rows = self.dataset.stream(
+        rows = self.dataset.stream.rows(
             epoch=self.epoch,
             share=Share(),
             names=list(self.features or ()),

@@ -143,7 +143,9 @@ def check(stacklevel: int = 1) -> None:
         UserWarning: if one has a newer minor release than any that was tested; it names the newest tested.
 
     Examples:
-        >>> check()
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # what is newer than tested
+        ...     check()
     """
     older = [finding for finding in findings() if finding.status == "older"]
     if older:
