@@ -226,8 +226,11 @@ def test_columns_of_the_wrong_type(
     with pytest.raises(ValueError, match=message):
         dataset.check(trainer)
     args = arguments(config, tmp_path, **({"num_generations": GROUP} if config is trl.GRPOConfig else {}))
-    with pytest.raises(ValueError, match=message):  # without being asked, too
-        trainer_of(trainer, args, dataset.as_hf_dataset(), tmp_path, callbacks=[NoStep()]).train()
+    for looked_at in (False, True):
+        stream = dataset.as_hf_dataset()
+        assert not looked_at or stream.column_names
+        with pytest.raises(ValueError, match=message):  # without being asked, too
+            trainer_of(trainer, args, stream, tmp_path, callbacks=[NoStep()]).train()
 
 
 @needs("streams in GRPO")

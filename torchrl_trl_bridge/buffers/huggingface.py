@@ -62,9 +62,9 @@ class BufferStream(UnshuffledStream):
 
     @property
     def features(self) -> datasets.Features | None:
-        self._check_user()
         examples = self.source
         if self.stated_features is None and isinstance(examples, _BufferExamples):
+            self._check_user()  # not each time: datasets 3.1 asks for the features at each row
             self.stated_features = examples.features
         return self.stated_features
 
