@@ -13,12 +13,14 @@ from torchrl_trl_bridge.rollouts import Column, FreshRows
 _ATTRIBUTES = attrgetter("dtype"), attrgetter("device"), attrgetter("ndim")
 _ALIGNMENT = 16  # bytes; no dtype needs more
 
+_WORTH_A_LOOK = 1024  # integers
+
 FIRST_FRAME = 4096  # bytes
 _LARGEST_FRAME = 4 * 2**20  # bytes: small messages may come in it, too
 
 
 def pack(head: dict[str, Any], columns: dict[str, Column] | None = None, room: int = 0) -> torch.Tensor:
-    """One message: any Python values, and columns, whose tensors are copied as they are.
+    """One message: any Python values, and columns, whose tensors come out as they are.
 
     A ragged column that had to be joined for this is kept joined in ``columns``: nobody need copy its rows again.
     The message takes at least ``room`` bytes.
@@ -44,16 +46,16 @@ def pack(head: dict[str, Any], columns: dict[str, Column] | None = None, room: i
 
 
 def unpack(message: torch.Tensor) -> tuple[dict[str, Any], dict[str, Column] | None]:
-    """What `pack` was given. The tensors of the columns are views of the message."""
+    """What `pack` was given. The tensors of the columns share memory with nothing but the message."""
     size = int(message[:8].view(torch.int64)[0])
     head, described = pickle.loads(message[_ALIGNMENT : _ALIGNMENT + size].numpy().tobytes())
     if described is None:
         return head, None
     start = _ALIGNMENT + -(-size // _ALIGNMENT) * _ALIGNMENT
     columns: dict[str, Column] = {}
-    for name, metadata, bytes_, dtype, shape, lengths, values in described:
+    for name, metadata, bytes_, sent, dtype, shape, lengths, values in described:
         if dtype is not None:
-            tensor = message[start : start + bytes_].view(dtype)
+            tensor = message[start : start + bytes_].view(sent).to(dtype)
             start += -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
             values = tensor.view(shape) if lengths is None else FreshRows(tensor, lengths)
         columns[name] = Column(values, metadata)
@@ -83,14 +85,14 @@ def next_frame_size(frame_size: int, message_size: int) -> int:
 
 def _pack_column(name: str, column: Column, parts: list[torch.Tensor]) -> tuple[Any, ...]:
     values = column.values
-    if isinstance(values, FreshRows):
-        parts.append(_bytes_of(values.flat))
-        return name, column.metadata, parts[-1].numel(), values.flat.dtype, None, values.lengths, None
-    if isinstance(values, torch.Tensor):
-        parts.append(_bytes_of(values))
-        return name, column.metadata, parts[-1].numel(), values.dtype, values.shape, None, None
+    if isinstance(values, (torch.Tensor, FreshRows)):
+        tensor = values.flat if isinstance(values, FreshRows) else values
+        sent = _narrowed(tensor.detach().cpu().contiguous().reshape(-1))
+        parts.append(sent.view(torch.uint8))
+        form = (None, values.lengths) if isinstance(values, FreshRows) else (values.shape, None)
+        return name, column.metadata, parts[-1].numel(), sent.dtype, tensor.dtype, *form, None
     values = [value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in values]
-    return name, column.metadata, 0, None, None, None, values
+    return name, column.metadata, 0, None, None, None, None, values
 
 
 def _joined(column: Column) -> Column:
@@ -105,5 +107,12 @@ def _joined(column: Column) -> Column:
     return Column(FreshRows(torch.cat(values), list(map(torch.Tensor.numel, values))), column.metadata)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Token ids and the like in half or a quarter of their bytes, where they fit: looking is quicker than sending."""
+    if tensor.dtype != torch.int64 or tensor.numel() < _WORTH_A_LOOK:
+        return tensor
+    low, high = map(int, torch.aminmax(tensor))
+    for dtype in (torch.int16, torch.int32):
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return tensor.to(dtype)
+    return tensor
