@@ -161,6 +161,16 @@ def test_shuffle_holds_no_rows_back() -> None:
     assert sampler.draws == 2
 
 
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_rows_are_filtered_as_they_are(looked_at: bool) -> None:
+    stream = TorchRLBufferDataset(numbers(), 8, num_batches=2).as_hf_dataset()
+    columns = stream.column_names if looked_at else None
+    filtered = stream.filter(lambda row: row["x"] % 2 == 0)
+    assert not looked_at or filtered.column_names == columns
+    assert all(row["x"] % 2 == 0 for row in filtered)
+    assert len(list(stream)) == 16
+
+
 def test_columns_are_selected_from_what_was_mapped() -> None:
     mapped = TorchRLBufferDataset(numbers(), 4).as_hf_dataset().map(lambda row: {"y": row["x"], "z": 0})
     assert [list(row) for row in mapped.select_columns(["y"])] == [["y"]] * 4

@@ -57,7 +57,6 @@ _DERIVING = (
     "batch",
     "cast",
     "cast_column",
-    "filter",
     "repeat",
     "shard",
     "skip",
@@ -101,6 +100,17 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
             function, kwargs = _Cut(function), {**kwargs, "batch_size": 1}
         derived = super().map(function, *args, **kwargs)
         derived.__class__ = UnshuffledStream
+        return derived
+
+    def filter(self, *args: Any, **kwargs: Any) -> Any:
+        # Where features are stated, `datasets` (4.4) puts a step in between that loses those of the rows, and fails.
+        stated, self.stated_features = self.stated_features, None
+        try:
+            derived = super().filter(*args, **kwargs)
+        finally:
+            self.stated_features = stated
+        derived.__class__ = UnshuffledStream
+        derived.stated_features = stated
         return derived
 
     def take(self, n: int) -> Any:
