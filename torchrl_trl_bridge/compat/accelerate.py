@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
+
+from torchrl_trl_bridge.compat.frames import calling_frames
 
 __all__ = ["dispatches"]
 
@@ -18,12 +20,7 @@ def dispatches() -> bool:
     """
     loader: Any = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
     methods = {_code(loader, name) for name in ("__iter__", "_fetch_batches")} - {None}
-    frame: FrameType | None = sys._getframe(1)
-    while methods and frame is not None:
-        if frame.f_code in methods:
-            return True
-        frame = frame.f_back
-    return False
+    return bool(methods) and any(frame.f_code in methods for frame in calling_frames())
 
 
 def _code(loader: Any, name: str) -> CodeType | None:

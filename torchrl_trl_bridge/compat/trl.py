@@ -9,12 +9,13 @@ import functools
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from packaging.version import Version
+
+from torchrl_trl_bridge.compat.frames import calling_frames
 
 __all__ = [
     "NOT_COLUMNS",
@@ -217,7 +218,7 @@ def trainer_at_work() -> TrainerAtWork | None:
         return None
     found: FrameType | None = None
     evaluates = False
-    for frame in _frames():
+    for frame in calling_frames():
         # Looking at the variables of a frame keeps them alive as long as it runs. Those of generators are iterators,
         # which have to go when their user drops them, so that only methods are asked, and those of this package not.
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
@@ -233,13 +234,6 @@ def trainer_at_work() -> TrainerAtWork | None:
                 evaluates = True
                 break
     return None if found is None else TrainerAtWork(found.f_locals["self"], evaluates, dict(found.f_locals))
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 NOT_COLUMNS = frozenset({"environments", "log_extra", "log_metric", "trainer_state"})
