@@ -91,33 +91,29 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
     def stated_features(self, features: datasets.Features | None) -> None:
         self._info.features = features
 
-    # `datasets` keeps the features over these, and then turns each row into what they say: tensors into lists of
-    # numbers, and a number of another type than the first rows had into theirs (datasets 4 to 5.2). Mapped, rows are
-    # passed on as they are.
-
     def map(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cuts_rows(function):  # a row at a time: none waits for a thousand others
             function, kwargs = _Cut(function), {**kwargs, "batch_size": 1}
-        derived = super().map(function, *args, **kwargs)
-        derived.__class__ = UnshuffledStream
-        return derived
+        return _unshuffled(super().map(function, *args, **kwargs))
 
     def filter(self, *args: Any, **kwargs: Any) -> Any:
         # Where features are stated, `datasets` (4.4) puts a step in between that loses those of the rows, and fails.
         stated, self.stated_features = self.stated_features, None
         try:
-            derived = super().filter(*args, **kwargs)
+            derived = _unshuffled(super().filter(*args, **kwargs))
         finally:
             self.stated_features = stated
-        derived.__class__ = UnshuffledStream
         derived.stated_features = stated
         return derived
 
     def take(self, n: int) -> Any:
-        derived = super().take(n)
+        derived = _unshuffled(super().take(n))
         derived._ex_iterable.__class__ = _Taken
-        derived.__class__ = UnshuffledStream
         return derived
+
+    # `datasets` keeps the features over these, and then turns each row into what they say: tensors into lists of
+    # numbers, and a number of another type than the first rows had into theirs (datasets 4 to 5.2). Mapped, rows are
+    # passed on as they are.
 
     def rename_column(self, original_column_name: str, new_column_name: str) -> Any:
         return self.rename_columns({original_column_name: new_column_name})
@@ -139,9 +135,7 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
     def select_columns(self, column_names: str | list[str]) -> Any:
         selected = [column_names] if isinstance(column_names, str) else list(column_names)
         if self.features is None:  # what to remove is not known, and there is nothing that rows could be turned into
-            chosen = super().select_columns(selected)
-            chosen.__class__ = UnshuffledStream
-            return chosen
+            return _unshuffled(super().select_columns(selected))
         self._check_columns(selected)
         removed = [name for name in self.column_names or () if name not in selected]
         return self._passed_on(_Selected(selected), removed, {name: name for name in selected})
@@ -174,6 +168,13 @@ class UnshuffledStream(datasets.IterableDataset):  # type: ignore[misc]
                 return super()._prepare_ex_iterable_for_iteration(*args, **kwargs)
             finally:
                 self._ex_iterable = source
+
+
+def _unshuffled(derived: Any) -> Any:
+    """What ``datasets`` derived from a stream, as a stream that holds no rows back either."""
+    if type(derived) is datasets.IterableDataset:
+        derived.__class__ = UnshuffledStream
+    return derived
 
 
 def _at_epoch(source: Any, epoch: int) -> Any:
@@ -270,10 +271,7 @@ def _deriving(name: str) -> Any:
 
     @functools.wraps(method)
     def derive(self: UnshuffledStream, *args: Any, **kwargs: Any) -> Any:
-        derived = method(self, *args, **kwargs)
-        if type(derived) is datasets.IterableDataset:
-            derived.__class__ = UnshuffledStream
-        return derived
+        return _unshuffled(method(self, *args, **kwargs))
 
     return derive
 
