@@ -139,19 +139,20 @@ def _listed(values: Values) -> list[Any]:
 
 
 def _array(values: Values, feature: Any, type_: pa.DataType) -> pa.Array:
-    if HAS_JSON and isinstance(feature, datasets.Json):
-        listed = [value.tolist() if isinstance(value, torch.Tensor) else own(value) for value in _listed(values)]
-        return _python_array(listed, feature, type_)
-    if isinstance(values, torch.Tensor):
-        return _dense_array(values)
-    if isinstance(values, FreshRows):
-        return _list_array(values.lengths, _flat(values.flat))
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if tensors and all(value.dim() == 1 for value in tensors):
-        return _ragged_array(values, tensors)
-    if tensors:
-        values = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
-    return _python_array([own(value) for value in values], feature, type_)
+    if not _is_json(feature):
+        if isinstance(values, torch.Tensor):
+            return _dense_array(values)
+        if isinstance(values, FreshRows):
+            return _list_array(values.lengths, _flat(values.flat))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if tensors and all(value.dim() == 1 for value in tensors):
+            return _ragged_array(values, tensors)
+    plain = [value.tolist() if isinstance(value, torch.Tensor) else own(value) for value in _listed(values)]
+    return _python_array(plain, feature, type_)
+
+
+def _is_json(feature: Any) -> bool:
+    return HAS_JSON and isinstance(feature, datasets.Json)
 
 
 def _flat(tensor: torch.Tensor) -> pa.Array:
@@ -179,7 +180,7 @@ def _list_array(lengths: Any, items: pa.Array, values: list[Any] | None = None) 
 
 
 def _python_array(values: list[Any], feature: Any, type_: pa.DataType) -> pa.Array:
-    if HAS_JSON and isinstance(feature, datasets.Json):
+    if _is_json(feature):
         # Encoded here: `Json` itself takes a string for JSON if it happens to read as such, and "4" comes back as 4.
         texts = [
             None if value is None else json.dumps(_with_string_keys(value), ensure_ascii=False) for value in values
