@@ -55,9 +55,13 @@ def saved_as(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
 
 
+def _own_config(model: nn.Module) -> Any:
+    return getattr(inner_model(model), "config", None)
+
+
 def config_of(model: nn.Module) -> Any:
     """The model's config; of a module of the user's own that holds a Hugging Face model, that one's; or None."""
-    config = getattr(inner_model(model), "config", None)
+    config = _own_config(model)
     if config is not None:
         return config
     configs = (getattr(module, "config", None) for module in model.modules())
@@ -76,7 +80,7 @@ def no_cache_arguments(model: nn.Module) -> dict[str, bool]:
     names = [name for name in ("use_cache", "use_mems") if name in parameters]
     if not names and _takes_any(parameters):
         # A model of several modalities hands the argument on to its text model.
-        text_config = getattr(getattr(inner_model(model), "config", None), "text_config", None)
+        text_config = getattr(_own_config(model), "text_config", None)
         names = ["use_cache"] if getattr(text_config, "use_cache", False) else []
     return dict.fromkeys(names, False)
 

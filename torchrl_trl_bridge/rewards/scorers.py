@@ -20,8 +20,6 @@ from torchrl_trl_bridge.rollouts import Path, read_columns
 
 __all__ = ["as_trl_reward_func"]
 
-_KINDS = ("history", "text", "tokens", "masks")
-
 
 def as_trl_reward_func(
     scorer: Any,
