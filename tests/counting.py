@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchrl.data.replay_buffers import RandomSampler
 
 import torchrl_trl_bridge
 
@@ -62,3 +63,16 @@ def operations(run: Callable[[], Any]) -> Operations:
     with Operations() as counted:
         run()
     return counted
+
+
+class CountingSampler(RandomSampler):
+    """Notes how often it was drawn from, and how many rows were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = self.rows = 0
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        self.draws += 1
+        self.rows += batch_size
+        return super().sample(storage, batch_size)

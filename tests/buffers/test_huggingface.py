@@ -22,8 +22,8 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.llm import History
-from torchrl.data.replay_buffers import RandomSampler
 
+from tests.counting import CountingSampler
 from tests.features import has, needs
 from torchrl_trl_bridge import TorchRLBufferDataset
 
@@ -33,15 +33,6 @@ CHATS = [
         {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}, {"role": "tool", "content": "2"}],
     [{"role": "user", "content": None}],
 ]  # fmt: skip
-
-
-class CountingSampler(RandomSampler):
-    def __init__(self) -> None:
-        self.draws = 0
-
-    def sample(self, storage: Any, batch_size: int) -> Any:
-        self.draws += 1
-        return super().sample(storage, batch_size)
 
 
 def numbers(rows: int = 10, storage: type = LazyTensorStorage, **kwargs: Any) -> ReplayBuffer:

@@ -21,8 +21,8 @@ from torchrl.data import (
     ReplayBuffer,
     SamplerWithoutReplacement,
 )
-from torchrl.data.replay_buffers import RandomSampler
 
+from tests.counting import CountingSampler
 from tests.features import needs, sampler_class
 from tests.processes import run_ranks
 from torchrl_trl_bridge import TorchRLBufferDataset
@@ -31,14 +31,6 @@ from torchrl_trl_bridge.buffers.ranks import MESSAGES_AHEAD
 from torchrl_trl_bridge.rollouts import Column
 
 ConsumingSampler = sampler_class("ConsumingSampler")
-
-
-class CountingSampler(RandomSampler):
-    draws = 0
-
-    def sample(self, storage: Any, batch_size: int) -> Any:
-        self.draws += batch_size
-        return super().sample(storage, batch_size)
 
 
 def buffer_of(rows: int, first: int = 0, **kwargs: Any) -> ReplayBuffer:
@@ -115,7 +107,7 @@ def _look_first(rank: int) -> Any:
         looks.append(source.column_names)
         if not rank:
             dist.barrier()
-    return looks, [plain(row) for row in stream], sampler.draws
+    return looks, [plain(row) for row in stream], sampler.rows
 
 
 def test_rank_0_may_look_before_the_others() -> None:

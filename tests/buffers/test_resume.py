@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.features import needs, sampler_class
+from tests.training import seen_by_steps, texts_seen_by_steps
 from torchrl_trl_bridge import BufferCheckpoint, DatasetType, TorchRLBufferDataset, load_buffer, save_buffer
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
 
@@ -189,14 +190,7 @@ def train(
         tiny_causal_lm(folder / "model"), args=args, train_dataset=dataset.as_hf_dataset(),
         processing_class=tokenizer, callbacks=callbacks,
     )  # fmt: skip
-    seen: list[str] = []
-    step = trainer.training_step
-
-    def training_step(model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> Any:
-        seen.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in inputs["input_ids"])
-        return step(model, inputs, *args)
-
-    trainer.training_step = training_step
+    seen = texts_seen_by_steps(trainer, tokenizer)
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
     return seen, trainer
 
@@ -249,14 +243,7 @@ def train_on_tokens(folder: Path, resume: int | None = None) -> list[list[int]]:
         tiny_causal_lm(folder / "model"), args=args, train_dataset=dataset.as_hf_dataset(),
         processing_class=tiny_tokenizer(), callbacks=[BufferCheckpoint(dataset)],
     )  # fmt: skip
-    seen: list[list[int]] = []
-    step = trainer.training_step
-
-    def training_step(model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> Any:
-        seen.extend(inputs["labels"].tolist())
-        return step(model, inputs, *args)
-
-    trainer.training_step = training_step
+    seen = seen_by_steps(trainer, lambda inputs: inputs["labels"].tolist())
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
     return seen
 

@@ -13,29 +13,22 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.data.replay_buffers import RandomSampler
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
+from tests.counting import CountingSampler
 from tests.features import needs
 from tests.processes import run_ranks
+from tests.training import texts_seen_by_steps
 from torchrl_trl_bridge import CollectCallback, TorchRLBufferDataset
 from torchrl_trl_bridge.buffers.ranks import MESSAGES_AHEAD
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 GROUP = 4
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-
-
-class CountingSampler(RandomSampler):
-    draws = 0
-
-    def sample(self, storage: Any, batch_size: int) -> Any:
-        self.draws += batch_size
-        return super().sample(storage, batch_size)
 
 
 def refill(replay_buffer: ReplayBuffer, folder: str) -> CollectCallback:
@@ -130,7 +123,6 @@ def _without_groups(rank: int, folder: str, kind: str) -> tuple[int, list[str]]:
         for n in range(40):
             pair = {"chosen": f"{n} yes", "rejected": f"{n} no"}
             replay_buffer.add(TensorDict({"text": f"row {n}"} if kind == "sft" else pair))
-    seen: list[str] = []
     tokenizer = tiny_tokenizer()
     stream = TorchRLBufferDataset(replay_buffer, 4, num_batches=None).as_hf_dataset()
     common = {"per_device_train_batch_size": 2, "max_steps": 5}
@@ -150,15 +142,9 @@ def _without_groups(rank: int, folder: str, kind: str) -> tuple[int, list[str]]:
             train_dataset=stream,
             processing_class=tokenizer,
         )
-    before, step = sampler.draws, trainer.training_step
-
-    def training_step(model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> Any:
-        seen.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in inputs["input_ids"])
-        return step(model, inputs, *args)
-
-    trainer.training_step = training_step
+    before, seen = sampler.rows, texts_seen_by_steps(trainer, tokenizer)
     trainer.train()
-    return sampler.draws - before, seen
+    return sampler.rows - before, seen
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.data.replay_buffers import RandomSampler
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from tests.counting import CountingSampler
 from tests.features import needs, sampler_param
 from torchrl_trl_bridge import TorchRLBufferDataset
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
@@ -96,17 +96,6 @@ def test_grpo_trains_from_collected_prompts(
         assert all(row == group[0] for row in group), "a group is one prompt"
         assert (group[0]["prompt"], group[0]["answer"]) in pairs
         assert type(group[0]["answer"]) is int
-
-
-class CountingSampler(RandomSampler):
-    """Notes how often rows were drawn."""
-
-    def __init__(self) -> None:
-        self.draws = 0
-
-    def sample(self, storage: Any, batch_size: int) -> Any:
-        self.draws += 1
-        return super().sample(storage, batch_size)
 
 
 def conversations(rows: int, **kwargs: Any) -> ReplayBuffer:
