@@ -35,6 +35,10 @@ class Figure:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def scaled(self, factor: float) -> Figure:
+        """The figure in another unit."""
+        return Figure(self.median * factor, self.low * factor, self.high * factor)
+
 
 class Times:
     """Seconds a call of each way, one number a turn."""
@@ -73,6 +77,13 @@ def in_turns(ways: Ways, *, turns: int = 9, run_time: float = 0.05) -> Times:
         for name, timer in timers.items():
             measured[name].append(timer.blocked_autorange(min_run_time=run_time).median)
     return Times(measured)
+
+
+def on_the_clock(run: Callable[..., Any], *arguments: Any) -> float:
+    """Seconds that a call takes, with what it waits for: the disk, or another process."""
+    started = time.perf_counter()
+    run(*arguments)
+    return time.perf_counter() - started
 
 
 def peak_memory(run: Callable[[], Any]) -> float:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable
-from typing import Any
 
 import ray
 import torch
-from measuring import Report, Times, main
+from measuring import Report, Times, main, on_the_clock
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, LazyTensorStorage, RayReplayBuffer
 
@@ -35,13 +32,6 @@ def filled(storage: type) -> RayReplayBuffer:
     return replay_buffer
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """On the clock: the actor works in a process of its own."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def sample(replay_buffer: RayReplayBuffer) -> None:
     for _ in range(BATCHES):
         replay_buffer.sample(BATCH)
@@ -64,7 +54,7 @@ def measure(report: Report) -> None:
             turns: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(4 if report.quick else 10):
                 for name, run in ways.items():
-                    measured = seconds(run)
+                    measured = on_the_clock(run)
                     if turn:  # the first warms up
                         turns[name].append(measured)
             times = Times(turns)

@@ -57,8 +57,8 @@ def recording(report: Report, conversational: bool) -> None:
     assert replay_buffer[0]["tokens"].response.tolist() == given["completion_ids"][0]
     times = in_turns({"recorder": lambda: recorder(**given), "function": lambda: reward(**given)}, turns=TURNS)
     added = times.difference("recorder", "function")
-    figure = Figure(*(seconds / COMPLETIONS * 1e3 for seconds in (added.median, added.low, added.high)))
-    report.claim(f"recording a completion, {name_of(conversational)}, {TOKENS} tokens", figure, "ms")
+    work = f"recording a completion, {name_of(conversational)}, {TOKENS} tokens"
+    report.claim(work, added.scaled(1e3 / COMPLETIONS), "ms")
 
 
 def name_of(conversational: bool) -> str:

@@ -147,13 +147,8 @@ def functions(report: Report, rows: int = 64) -> None:
     for name in ("a module on tokens", "a module on History", "GSM8KRewardParser", "HFRewardModelWrapper"):
         alone = f"{name} by itself"
         added = times.difference(name, alone) if alone in ways else times.seconds(name)
-        report.claim(f"as_trl_reward_func, {name}, added to a row of {rows}", per_row(added, rows), "ms")
-    report.claim(f"TRLRewardTransform, a row of {rows}", per_row(times.seconds("transform"), rows), "ms")
-
-
-def per_row(figure: Figure, rows: int) -> Figure:
-    """Milliseconds a row, from seconds a batch."""
-    return Figure(*(1e3 * seconds / rows for seconds in (figure.median, figure.low, figure.high)))
+        report.claim(f"as_trl_reward_func, {name}, added to a row of {rows}", added.scaled(1e3 / rows), "ms")
+    report.claim(f"TRLRewardTransform, a row of {rows}", times.seconds("transform").scaled(1e3 / rows), "ms")
 
 
 def _parser_by_hand(prompts: list[Any], completions: list[Any], answers: list[str]) -> tuple[Any, Any, Any]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from measuring import Figure, Report, main
+from measuring import Figure, Report, main, on_the_clock
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 
@@ -34,13 +31,6 @@ def ragged(rows: int) -> ReplayBuffer:
     return replay_buffer
 
 
-def seconds(run: Callable[..., None], *arguments: Any) -> float:
-    """On the clock: writing waits for the disk."""
-    start = time.perf_counter()
-    run(*arguments)
-    return time.perf_counter() - start
-
-
 def measure(report: Report) -> None:
     rows = 10_000 if report.quick else 100_000
     for name, make in {
@@ -52,8 +42,8 @@ def measure(report: Report) -> None:
         saving, loading = [], []
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(1 if report.quick else 3):
-                saving.append(seconds(save_buffer, replay_buffer, folder))
-                loading.append(seconds(load_buffer, restored, folder))
+                saving.append(on_the_clock(save_buffer, replay_buffer, folder))
+                loading.append(on_the_clock(load_buffer, restored, folder))
         for row in range(0, rows, 997):
             assert torch.equal(restored[row]["tokens"], replay_buffer[row]["tokens"])
             assert restored[row].get("text", None) == replay_buffer[row].get("text", None)
