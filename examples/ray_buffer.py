@@ -7,7 +7,6 @@ letters in an answer; about a minute on a CPU of two cores, most of which the fo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import os
@@ -106,9 +105,8 @@ def main(steps: int = 20) -> dict[str, Any]:
     """Runs collector and trainer; returns the groups that were trained on, rows written and mean rewards."""
     from torchrl_trl_bridge.tiny import tiny_causal_lm
 
-    ray.init(num_cpus=1 + RANKS, include_dashboard=False, log_to_driver=False)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        stack.callback(ray.shutdown)
+    cluster = {"num_cpus": 1 + RANKS, "include_dashboard": False, "log_to_driver": False}
+    with tempfile.TemporaryDirectory() as folder, ray.init(**cluster):
         tiny_causal_lm(folder)
         buffer = RayReplayBuffer(storage=functools.partial(LazyStackStorage, 1000), remote_config={"num_cpus": 0})
         rb = buffer.client()  # what other processes take
