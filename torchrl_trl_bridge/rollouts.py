@@ -126,7 +126,9 @@ def _read_batch(batch: Any, path: Path, wanted: Wanted, columns: dict[Path, Colu
         else:
             _read_items(batch.items(), path, wanted, columns)
     elif is_non_tensor_leaf(batch):
-        columns[path or VALUE] = Column(_rows_of_leaf(batch), metadata=is_metadata(batch))
+        values = _rows_of_leaf(batch)
+        if _holds_anything(values):
+            columns[path or VALUE] = Column(values, metadata=is_metadata(batch))
     elif isinstance(batch, torch.Tensor):
         columns[path or VALUE] = Column(batch)
     elif isinstance(batch, Mapping):
@@ -213,9 +215,14 @@ def _read_field(values: list[Any], path: Path, wanted: Wanted, columns: dict[Pat
         columns[path] = Column([_messages(value) for value in values])
     elif any(is_non_tensor_leaf(value) for value in values):
         plain = [plain_value(value) if is_non_tensor_leaf(value) else value for value in values]
-        columns[path] = Column(plain, metadata=is_metadata(first))
+        if _holds_anything(plain):
+            columns[path] = Column(plain, metadata=is_metadata(first))
     else:
         columns[path] = Column(values)
+
+
+def _holds_anything(values: list[Any]) -> bool:
+    return not values or any(value is not None for value in values)
 
 
 def _messages(value: Any) -> Any:

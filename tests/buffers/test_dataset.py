@@ -10,6 +10,7 @@ import time
 import warnings
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.llm import History
+from torchrl.envs import Transform
 
 from tests.features import has, needs, sampler_class, sampler_param
 from torchrl_trl_bridge import TorchRLBufferDataset
@@ -104,6 +106,20 @@ def test_seed_and_timeout_are_checked(name: str, value: Any, error: type[Excepti
 
 
 @needs("trl_interop")
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is such a device")
+    with pytest.raises(ValueError, match=f"device='{device}': this machine has no such device"):
+        TorchRLBufferDataset(buffer_of(torch.arange(3)), 2, device=device)
+
+
+@pytest.mark.parametrize("streaming", ["no", None, 1])
+def test_streaming_is_true_or_false(streaming: Any) -> None:
+    with pytest.raises(TypeError, match=r"streaming must be True \(a stream\) or False"):
+        TorchRLBufferDataset(buffer_of(torch.arange(3)), 2).as_hf_dataset(streaming=streaming)
+
+
 def test_repr_shows_the_arguments_as_torchrls_does() -> None:
     replay_buffer = buffer_of(TensorDict({"x": torch.arange(3)}, [3]))
     assert repr(TorchRLBufferDataset(replay_buffer, 2, num_batches=3)) == repr(
@@ -196,6 +212,17 @@ def test_fields_that_are_none_in_all_rows_are_left_out(collect: Any) -> None:
     row = next(iter(TorchRLBufferDataset(collect("history"), 2)))
     assert "masks.all_assistant_mask" not in row
     assert not any("tool" in name for name in row)
+
+
+@pytest.mark.parametrize("storage", KEEP_STRINGS)
+def test_a_leaf_that_is_none_in_all_rows_is_left_out(storage: type) -> None:
+    replay_buffer = buffer_of(TensorDict({"x": torch.arange(3), "none": None, "s": ["a", None, "c"]}, [3]), storage)
+    assert all(set(row) == {"x", "s"} for row in TorchRLBufferDataset(replay_buffer, 8))
+    assert TorchRLBufferDataset(replay_buffer, 8).as_hf_dataset().column_names == ["x", "s"]
+    assert TorchRLBufferDataset(replay_buffer, 8).as_hf_dataset(streaming=False)[:] == {
+        "x": [0, 1, 2],
+        "s": ["a", None, "c"],
+    }
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
@@ -367,6 +394,71 @@ def test_rows_that_differ_in_their_keys(storage: type) -> None:
     assert all((row["s"] is None) != (row["n.x"] is None) for row in rows)
 
 
+ROWS_OF_TWO_DTYPES = [
+    TensorDict({"id": torch.tensor(2**53 + 1), "n": {"yes": torch.tensor(True)}}),
+    TensorDict({"id": torch.tensor(0.5), "n": {"yes": torch.tensor(3)}}),
+]
+
+
+class AddsKey(Transform):  # type: ignore[misc]
+    """Writes to the batch that it is given."""
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict.set("added", torch.zeros(tensordict.shape[0]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ReplayBuffer,
+        TensorDictReplayBuffer,
+        lambda storage: ReplayBuffer(storage=storage, prefetch=2, batch_size=2),
+        lambda storage: ReplayBuffer(storage=storage, transform=AddsKey([])),
+        lambda storage: ReplayBufferEnsemble(
+            ReplayBuffer(storage=storage), ReplayBuffer(storage=LazyStackStorage(2)), p=[0.99, 0.01], batch_size=2
+        ),
+    ],
+    ids=["plain", "tensordict", "prefetching", "transformed", "ensemble"],
+)
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_rows_of_several_dtypes_keep_their_values(storage: type, make: Any, seed: int | None) -> None:
+    replay_buffer = make(storage=storage(2))
+    for buffer in getattr(replay_buffer, "_rbs", [replay_buffer]):
+        for row in ROWS_OF_TWO_DTYPES:
+            buffer.add(row.clone())
+    dataset = TorchRLBufferDataset(replay_buffer, 2, keys=["id", ("n", "yes")], num_batches=10, seed=seed)
+    stored = {(2**53 + 1, True), (0.5, 3)}
+    rows = list(dataset)
+    assert {(row["id"].item(), row["n.yes"].item()) for row in rows} == stored
+    assert {row["id"].dtype for row in rows} == {torch.int64, torch.float32}
+    if hasattr(datasets, "Json"):
+        assert {(row["id"], row["n.yes"]) for row in dataset.as_hf_dataset()} == stored
+        snapshot = dataset.as_hf_dataset(streaming=False)[:]
+        assert set(zip(snapshot["id"], snapshot["n.yes"], strict=True)) == stored
+    else:
+        with pytest.raises(TypeError, match=r"column 'id'.*several dtypes"):
+            dataset.as_hf_dataset(streaming=False)
+
+
+def test_what_is_drawn_here_leaves_the_buffer_as_it_was() -> None:
+    replay_buffer = ReplayBuffer(storage=ListStorage(2), transform=AddsKey([]), batch_size=2)
+    replay_buffer.extend([row.clone() for row in ROWS_OF_TWO_DTYPES])
+    before = dict(vars(replay_buffer))
+    list(TorchRLBufferDataset(replay_buffer, 2, num_batches=3))
+    assert vars(replay_buffer) == before
+    assert all(set(row.keys()) == {"id", "n"} for row in replay_buffer.storage._storage)
+
+
+@pytest.mark.parametrize("rows", [[torch.tensor(1), torch.tensor(0.5)], [(torch.tensor(1),), (torch.tensor(0.5),)]])
+def test_rows_of_several_dtypes_without_keys_are_refused(rows: list[Any]) -> None:
+    replay_buffer = ReplayBuffer(storage=ListStorage(2), sampler=SamplerWithoutReplacement())
+    for row in rows:
+        replay_buffer.add(row)
+    with pytest.raises(ValueError, match=r"\['torch.float32', 'torch.int64'\].*values change"):
+        list(TorchRLBufferDataset(replay_buffer, 2))
+
+
 def test_a_row_has_every_column_that_the_stream_had_before() -> None:
     replay_buffer = ReplayBuffer(storage=LazyStackStorage(1))
     replay_buffer.add(TensorDict({"a": torch.tensor(1), "b": "x"}))
@@ -489,6 +581,15 @@ def test_editing_collected_rows_does_not_reach_the_buffer(collected: ReplayBuffe
     assert [(row["tokens.full"].tolist(), row.get("history.full")) for row in dataset] == before
 
 
+def test_a_collate_fn_that_gives_the_stored_row() -> None:
+    replay_buffer = ReplayBuffer(storage=ListStorage(1), collate_fn=lambda rows: rows[0].unsqueeze(0))
+    replay_buffer.add(TensorDict({"x": torch.zeros(2)}))
+    for dataset in (TorchRLBufferDataset(replay_buffer, 1), TorchRLBufferDataset(replay_buffer, 1).as_hf_dataset()):
+        for row in dataset:
+            row["x"].add_(1)
+    assert torch.equal(replay_buffer.storage._storage[0]["x"], torch.zeros(2))
+
+
 def test_rows_of_one_batch_share_nothing() -> None:
     expanded = TensorDict({"x": torch.zeros(1).expand(3, 1)}, [3])
     replay_buffer = ReplayBuffer(storage=LazyTensorStorage(3), transform=lambda batch: expanded)
@@ -513,6 +614,20 @@ def test_values_without_a_plain_form() -> None:
     assert type(row["td"]) is dict
     assert row["s"] == ["x", "y"]
     assert row["o"] == [{"x": 1}, None]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_a_nested_tensor_in_a_row_is_named(storage: type, layout: torch.layout) -> None:
+    replay_buffer = ReplayBuffer(storage=storage(2))
+    for n in (2, 3):
+        parts = torch.nested.nested_tensor([torch.arange(n), torch.arange(1)], layout=layout)
+        replay_buffer.add(TensorDict({"parts": parts, "x": torch.tensor(n)}))
+    dataset = TorchRLBufferDataset(replay_buffer, 2)
+    for use in (list, lambda rows: list(rows.as_hf_dataset()), lambda rows: rows.as_hf_dataset(streaming=False)):
+        with pytest.raises(TypeError, match=r"column 'parts'.*nested tensors"):
+            use(dataset)
+    assert len(list(TorchRLBufferDataset(replay_buffer, 2, keys=["x"]))) == 2
 
 
 def test_an_object_that_cannot_be_copied_is_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ ConsumingSampler = sampler_class("ConsumingSampler")
 SAMPLERS = [None, SamplerWithoutReplacement]
 
 
-def buffer_of(rows: int = 100, storage: type = LazyStackStorage, sampler: type | None = None) -> ReplayBuffer:
+def buffer_of(
+    rows: int = 100, storage: type = LazyStackStorage, sampler: type | None = None, size: int | None = None
+) -> ReplayBuffer:
     kwargs = {"sampler": sampler()} if sampler else {}
-    replay_buffer = ReplayBuffer(storage=storage(rows), generator=torch.Generator().manual_seed(0), **kwargs)
+    replay_buffer = ReplayBuffer(storage=storage(size or rows), generator=torch.Generator().manual_seed(0), **kwargs)
     replay_buffer.extend(TensorDict({"x": torch.arange(rows), "s": [str(n) for n in range(rows)]}, [rows]))
     return replay_buffer
 
@@ -87,10 +88,30 @@ def test_the_epoch_is_part_of_the_place(epoch: int) -> None:
     assert [row["s"] for row in resumed] == [row["s"] for row in rows]
 
 
-def test_the_state_of_a_seeded_dataset_is_json() -> None:
-    dataset = TorchRLBufferDataset(buffer_of(), 4, seed=1)
-    next(iter(dataset))
-    assert json.loads(json.dumps(dataset.state_dict())) == dataset.state_dict()
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("stop", range(3, 12))
+def test_the_rest_is_the_rest_of_a_buffer_that_grows(
+    sampler: type | None, seed: int | None, stop: int, tmp_path: Path
+) -> None:
+    def rows(stop: int | None = None) -> list[str]:
+        replay_buffer = buffer_of(10, sampler=sampler, size=100)
+        dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=5, seed=seed)
+        given, iteration = [], iter(dataset)
+        for n in range(20):
+            if n == stop:
+                save_buffer(replay_buffer, tmp_path / "buffer")
+                torch.save(dataset.state_dict(), tmp_path / "state")
+                replay_buffer = buffer_of(1, sampler=sampler, size=100)
+                load_buffer(replay_buffer, tmp_path / "buffer")
+                dataset = TorchRLBufferDataset(replay_buffer, 4, num_batches=5, seed=seed)
+                dataset.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+                iteration = iter(dataset)
+            given.append(next(iteration)["s"])
+            replay_buffer.add(TensorDict({"x": torch.tensor(n), "s": f"new {n}"}))
+        return given
+
+    assert rows(stop) == rows()
 
 
 @pytest.mark.parametrize("storage", [LazyStackStorage, ListStorage, LazyTensorStorage])
@@ -118,6 +139,8 @@ def test_other_states_are_refused(state: dict[str, Any], words: str) -> None:
     next(iter(dataset))
     with pytest.raises(ValueError, match=words):
         dataset.load_state_dict({**dataset.state_dict(), **state} if state else state)
+    with pytest.raises(TypeError, match="is a dict, what state_dict"):
+        dataset.load_state_dict(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -200,6 +223,8 @@ def train(
     [
         (1, True, {}),
         (None, True, {}),
+        (1, True, {"sampler": SamplerWithoutReplacement}),
+        (1, True, {"sampler": SamplerWithoutReplacement, "ignore_data_skip": True}),
         (1, True, {"gradient_accumulation_steps": 3}),
         (None, True, {"ignore_data_skip": True}),
         (1, False, {"ignore_data_skip": True, "gradient_accumulation_steps": 2}),

@@ -55,6 +55,8 @@ def _feature_of(values: Values) -> Any:
     if not present:
         return datasets.Value("null")
     if all(isinstance(value, torch.Tensor) for value in present):
+        if any(value.is_nested for value in present):
+            raise TypeError("nested tensors, one in a row (store their parts padded, or as a list)")
         kinds = {(value.dtype, value.dim()) for value in present}
         if len(kinds) == 1:
             return _tensor_feature(*kinds.pop())

@@ -101,7 +101,7 @@ def _save_record(record: Record, folder: Path) -> None:
         [batch.number, {name: [column.metadata, _plain(column.values)] for name, column in batch.columns.items()}]
         for batch in record.batches
     ]
-    tree = {"version": 1, "state": record.state(), "batches": encoder.encode([batches], "a batch of the stream")}
+    tree = {"version": 1, "saved": encoder.encode([[record.state(), batches]], "a batch of the stream")}
     save_file(encoder.tensors, folder / _BATCHES)
     (folder / _STREAM).write_text(json.dumps(tree, ensure_ascii=False), encoding="utf-8")
 
@@ -112,9 +112,9 @@ def _plain(values: Any) -> Any:
 
 def _restore_record(record: Record, folder: Path, *, skipping: bool) -> None:
     tree = json.loads((folder / _STREAM).read_text(encoding="utf-8"))
-    (saved,) = decode(tree["batches"], load_file(folder / _BATCHES))
+    ((state, saved),) = decode(tree["saved"], load_file(folder / _BATCHES))
     batches = [
         Batch(number, {name: Column(values, metadata) for name, (metadata, values) in columns.items()})
         for number, columns in saved
     ]
-    record.resume(tree["state"], batches, skipping=skipping)
+    record.resume(state, batches, skipping=skipping)

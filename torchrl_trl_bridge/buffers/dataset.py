@@ -36,10 +36,10 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     """A TorchRL replay buffer as a dataset: a live view that draws batches and gives them row by row.
 
     Each row is a flat dict. Nested keys are joined by dots (``("tokens", "full")`` becomes ``"tokens.full"``), tensors
-    lose the batch dimension and carry no padding that was not stored, strings and other Python values come as they are,
-    and a ``History`` comes as Hugging Face messages: a list of ``{"role": ..., "content": ...}``. A leaf that is None
-    in all rows is left out; a row that lacks a leaf which other rows of the stream have holds None there. A buffer of
-    plain tensors gives the one column ``"value"``. Nothing that is done to a row reaches the buffer.
+    lose the batch dimension and carry no padding that was not stored, strings and other Python values come as they are
+    (tuples as lists), and a ``History`` comes as Hugging Face messages: a list of ``{"role": ..., "content": ...}``. A
+    leaf that is None in all rows is left out; a row that lacks a leaf which other rows of the stream have holds None
+    there. A buffer of plain tensors gives the one column ``"value"``. Nothing that is done to a row reaches the buffer.
 
     Args:
         replay_buffer: a ``torchrl.data.ReplayBuffer`` of any kind, ensembles and Ray buffers included.
@@ -59,9 +59,10 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     Raises:
         TypeError: if ``replay_buffer`` is not a replay buffer, or a key not a nested key.
-        ValueError: if ``batch_size`` or ``num_batches`` is not a positive integer, or both ``keys`` and ``columns`` are
-            given. While iterating: if the buffer holds nothing to make the ``columns`` of, if two leaves flatten to one
-            name, or the buffer has lost the values of a column (strings in a ``LazyMemmapStorage``).
+        ValueError: if ``batch_size`` or ``num_batches`` is not a positive integer, both ``keys`` and ``columns`` are
+            given, or there is no such ``device``. While iterating: if the buffer holds nothing to make the ``columns``
+            of, if two leaves flatten to one name, or the buffer has lost the values of a column (strings in a
+            ``LazyMemmapStorage``).
         KeyError: at the first batch, if a key of ``keys`` holds nothing; it names the available keys.
         RuntimeError: while iterating, if the buffer is empty and ``timeout`` is None.
         TimeoutError: while iterating, if it still is after ``timeout`` seconds.
@@ -75,7 +76,8 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
         In a ``DataLoader`` with workers, batch ``i`` of the buffer comes from worker ``i % num_workers``, and from no
         other. The loader asks the workers in turn: with its own batch size that of this dataset, the order is that of
-        one process.
+        one process. Workers draw from copies of the buffer, so that a sampler without replacement starts a pass in each
+        iteration, and rows that they consume stay in the buffer of this process.
 
     Examples:
         >>> import torch
@@ -127,7 +129,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         if keys is not None and columns is not None:
             raise ValueError("keys and columns exclude each other: name further keys in columns={column: key}.")
         self._plan = None if columns is None else ColumnPlan(columns)
-        self._device = torch.device(device) if device is not None else None
+        self._device = None if device is None else _checked(torch.device(device))
         # In shared memory, so that it reaches the copies of this dataset in workers that outlive an epoch.
         self._epoch: torch.Tensor = torch.tensor(0).share_memory_()  # type: ignore[no-untyped-call]
         settings: dict[str, Any] = {"batch_size": batch_size, "num_batches": num_batches, "seed": seed}
@@ -148,9 +150,8 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     def state_dict(self) -> dict[str, Any]:
         """The place of the latest iteration, of numbers, strings and tensors.
 
-        The rows that a seeded dataset gives from a place on follow from its seed and what the buffer then holds.
-        Without a seed the state holds the rows that are drawn and not given; those after them follow from the buffer's
-        own generator and sampler, which `save_buffer` saves.
+        It holds the rows that are drawn and not given. Those after them follow, with a seed, from that seed and what
+        the buffer then holds; without one from the buffer's own generator and sampler, which `save_buffer` saves.
 
         Examples:
             >>> import torch
@@ -172,6 +173,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         """Lets the next iteration go on from a place that `state_dict` gave, and sets the epoch to that of the place.
 
         Raises:
+            TypeError: if it is no dict.
             ValueError: if it is no such state, or that of a newer release.
         """
         self.stream.load_state_dict(state_dict)
@@ -291,6 +293,8 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
                 "as_hf_dataset needs the optional 'datasets' dependency: "
                 'pip install "torchrl-trl-bridge[trl]" (or datasets alone).'
             )
+        if not isinstance(streaming, bool):
+            raise TypeError(f"streaming must be True (a stream) or False (a snapshot), got {streaming!r}.")
         from torchrl_trl_bridge.buffers import huggingface
 
         return huggingface.stream(self) if streaming else huggingface.snapshot(self)
@@ -339,6 +343,17 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             + "".join(f", {name}={value}" for name, value in extras.items() if value is not None)
             + ")"
         )
+
+
+def _checked(device: torch.device) -> torch.device:
+    """A device, if there is one: what its module in torch says, where it has one."""
+    module = getattr(torch, device.type, None)
+    there = getattr(module, "is_available", lambda: True)() and (
+        device.index is None or device.index < getattr(module, "device_count", lambda: device.index + 1)()
+    )
+    if not there:
+        raise ValueError(f"device={str(device)!r}: this machine has no such device, or this build of torch no support.")
+    return device
 
 
 def _len(columns: Mapping[Any, Column]) -> int:

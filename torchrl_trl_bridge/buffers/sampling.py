@@ -38,11 +38,15 @@ class Draws:
 
 @dataclass(frozen=True)
 class Batch:
-    """The columns of a batch, by flat name, its number in the stream, and the position of its first row to give."""
+    """The columns of a batch, by flat name, its number in the stream, and the position of its first row to give.
+
+    ``sampler`` is the state of the stream's own sampler after the draw, where it has one.
+    """
 
     number: int
     columns: dict[str, Column]
     start: int = 0
+    sampler: dict[str, Any] | None = None
 
     @property
     def size(self) -> int:
@@ -65,8 +69,14 @@ def loses_unused_rows(replay_buffer: Any, draws: Draws) -> bool:
 
 
 def draw_batches(
-    replay_buffer: Any, draws: Draws, *, epoch: int, share: Share, start: int = 0
-) -> Iterator[tuple[int, Any]]:
+    replay_buffer: Any,
+    draws: Draws,
+    *,
+    epoch: int,
+    share: Share,
+    start: int = 0,
+    sampler_state: dict[str, Any] | None = None,
+) -> Iterator[tuple[int, Any, dict[str, Any] | None]]:
     """Draws the batches of one stream.
 
     Args:
@@ -75,9 +85,12 @@ def draw_batches(
         epoch: with a seed, each epoch has draws of its own.
         share: which of the batches to draw here.
         start: number of the first batch. With a seed the batches before it need no draw.
+        sampler_state: the third of what was yielded with the batch before. Without it a sampler that keeps a place gets
+            to the one that it would have had, had the buffer always held what it holds now.
 
     Yields:
-        The numbers of the batches, and these as the buffer samples them; of an ensemble, a list of rows.
+        The numbers of the batches; these as the buffer samples them (of an ensemble, a list of rows); and the state of
+        the stream's own sampler, where it has one.
 
     Raises:
         RuntimeError: if the buffer is empty, or its sampler cannot serve a batch, and there is no timeout.
@@ -86,7 +99,9 @@ def draw_batches(
     seed = draws.seed
     sampler = None if seed is None else compat.private_sampler(replay_buffer)
     ensemble = compat.members(replay_buffer) is not None
-    if seed is not None and sampler is not None and start:
+    if sampler is not None and sampler_state is not None:
+        sampler.load_state_dict(sampler_state)
+    elif seed is not None and sampler is not None and start:
         seeds = [seed_of(seed, epoch, number) for number in range(start)]
         sampler = compat.advance_seeded(replay_buffer, draws.batch_size, seeds, sampler)
     counter = itertools.count(start) if draws.num_batches is None else range(start, draws.num_batches)
@@ -107,7 +122,8 @@ def draw_batches(
 
             batch = _patiently(replay_buffer, draws, draw)
         if ours:  # an ensemble gives a batch of batches, one a member, which may differ in their keys
-            yield number, [row for part in batch.unbind(0) for row in part.unbind(0)] if ensemble else batch
+            rows = [row for part in batch.unbind(0) for row in part.unbind(0)] if ensemble else batch
+            yield number, rows, None if sampler is None else dict(sampler.state_dict())
 
 
 def _patiently(replay_buffer: Any, draws: Draws, draw: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ from torchrl_trl_bridge.buffers.ranks import Ranks, RanksOf
 from torchrl_trl_bridge.buffers.sampling import Batch, Draws, Share, draw_batches, loses_unused_rows
 from torchrl_trl_bridge.buffers.transfer import to_rows
 from torchrl_trl_bridge.buffers.workers import check_worker, in_worker, worker_seed
+from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.accelerate import dispatches
 from torchrl_trl_bridge.rollouts import Column
 
@@ -23,10 +24,11 @@ STATE_VERSION = 1
 def new_place() -> dict[str, Any]:
     """The beginning of an iteration.
 
-    A place says which row of which batch comes next. Where the draws cannot be repeated, ``drawn`` holds the columns of
-    that batch; ``seed`` is what data-loader workers drew with.
+    A place says which row of which batch comes next. The draws of a buffer that grows cannot be repeated: ``drawn``
+    holds the columns of that batch, ``sampler`` the state of a seeded stream's own sampler after it. In data-loader
+    workers, whose buffers stay as they are, both are None; ``seed`` is what those drew with.
     """
-    return {"version": STATE_VERSION, "batch": 0, "row": 0, "seed": None, "drawn": None}
+    return {"version": STATE_VERSION, "batch": 0, "row": 0, "seed": None, "drawn": None, "sampler": None}
 
 
 class Stream:
@@ -93,8 +95,9 @@ class Stream:
             batches = ranks.stream(
                 lambda: self._draw(epoch, share, place, keeps), lambda: describe(self.replay_buffer, self._settings)
             )
-        repeats = in_worker() or (self._draws.seed is not None and not keeps)
+        repeats = in_worker()
         keeps = keeps and (ranks is None or ranks.draws)
+        copies = keeps or compat.may_give_stored_rows(self.replay_buffer)
         seen = dict.fromkeys(names)
         first = True
         for batch in batches:
@@ -110,8 +113,10 @@ class Stream:
                 columns = {name: columns.get(name, nothing) for name in {**seen, **columns}}
                 seen = dict.fromkeys(columns)
             # Rows are views of the columns, which must stay as they are where they may be given again.
-            rows = to_rows(columns, device=self._device, scalars=scalars, copy=keeps or self.record is not None)
-            place["drawn"] = None if repeats else {name: [c.metadata, c.values] for name, c in columns.items()}
+            rows = to_rows(columns, device=self._device, scalars=scalars, copy=copies or self.record is not None)
+            if not repeats:
+                place["drawn"] = {name: [c.metadata, c.values] for name, c in columns.items()}
+                place["sampler"] = batch.sampler
             place["batch"], position, last = batch.number, batch.start, size - 1
             # Each row is let go of as it is given: Python's garbage collector looks at all that are there, again and
             # again, which took as long as making rows of 14 tensors does.
@@ -151,14 +156,15 @@ class Stream:
 
     def _draw(self, epoch: int, share: Share, place: dict[str, Any], keeps: bool) -> Iterator[Batch]:
         """The batches that are drawn in this process."""
-        start, row = place["batch"], place["row"]
+        start, row, sampler = place["batch"], place["row"], place["sampler"]
         record = self.record
         if place["drawn"] is not None:
-            yield Batch(start, {name: Column(values, meta) for name, (meta, values) in place["drawn"].items()}, row)
+            columns = {name: Column(values, meta) for name, (meta, values) in place["drawn"].items()}
+            yield Batch(start, columns, row, sampler)
             start, row = start + 1, 0
         elif record is not None and not start:
             yield from record.begin(epoch, place)
-            start = record.next
+            start, sampler = record.next, record.sampler
         elif keeps and not start and (unused := self._take_unused()):
             yield unused
             start = 0 if unused.start else 1  # a part of a batch comes on top
@@ -170,8 +176,9 @@ class Stream:
             draws, epoch = draws.seeded(place["seed"]), 0
             self._passes += 1
         first = True
-        for number, drawn in draw_batches(self.replay_buffer, draws, epoch=epoch, share=share, start=start):
-            batch = Batch(number, self._read(drawn, first=first), row if number == start else 0)
+        drawing = draw_batches(self.replay_buffer, draws, epoch=epoch, share=share, start=start, sampler_state=sampler)
+        for number, drawn, sampler in drawing:
+            batch = Batch(number, self._read(drawn, first=first), row if number == start else 0, sampler)
             first = False
             if record is not None:
                 record.add(batch)
@@ -193,7 +200,9 @@ class Stream:
         Raises:
             ValueError: if it is no such place, or that of a newer release.
         """
-        missing = [name for name in ("version", "epoch", *new_place()) if name not in state]
+        if not isinstance(state, dict):
+            raise TypeError(f"the state of a TorchRLBufferDataset is a dict, what state_dict() gives, not {state!r}.")
+        missing = [name for name in (*new_place(), "epoch") if name not in state]
         if missing:
             raise ValueError(f"this is no state of a TorchRLBufferDataset: it lacks {missing}.")
         if state["version"] > STATE_VERSION:
@@ -227,6 +236,8 @@ class Record:
         self._first_rows: dict[int, int] = {}  # of each batch, its first row's number in the stream
         self._next, self._end, self._base = 0, 0, 0
         self._consumed, self._marked = 0, 0
+        self.sampler: dict[str, Any] | None = None
+        """The state of the stream's own sampler after the last draw."""
 
     def begin(self, epoch: int, place: dict[str, Any]) -> Iterator[Batch]:
         """An iteration begins, with these batches of the resumed one, those long trained on as so many other rows."""
@@ -249,6 +260,7 @@ class Record:
         self.batches.append(batch)
         self._first_rows[batch.number] = self._end
         self._next, self._end = batch.number + 1, self._end + batch.size
+        self.sampler = batch.sampler
 
     def mark(self, consumed: int) -> None:
         """A trainer has taken a step.
@@ -263,7 +275,7 @@ class Record:
         self._marked = self._next
 
     def state(self) -> dict[str, Any]:
-        """Numbers for `resume`."""
+        """What `resume` needs beside the batches: numbers, and tensors of the sampler's."""
         given = self._first_rows.get(self._place["batch"], self._end) + self._place["row"]
         return {
             "epoch": self._epoch,
@@ -274,6 +286,7 @@ class Record:
             "consumed": self._consumed,
             "marked": self._marked,
             "first_rows": [self._first_rows[batch.number] for batch in self.batches],
+            "sampler": self.sampler,
         }
 
     def resume(self, state: dict[str, Any], batches: list[Batch], *, skipping: bool) -> None:
@@ -294,6 +307,7 @@ class Record:
             )
         self._next, self._end, self._base = state["next"], state["end"], state["base"]
         self._consumed, self._marked = state["consumed"], state["marked"]
+        self.sampler = state["sampler"]
         first_rows = state["first_rows"]
         self._first_rows = {batch.number: row for batch, row in zip(batches, first_rows, strict=True)}
         self.batches, self._replayed = batches, batches

@@ -80,6 +80,8 @@ def _join(tensors: list[torch.Tensor], device: torch.device | None, scalars: boo
     if any(len(set(map(attribute, tensors))) > 1 for attribute in (_DTYPE, _DEVICE)):
         return [_split(tensor[None].clone().to(device=device), scalars)[0] for tensor in tensors]
     dims = set(map(_NDIM, tensors))
+    if dims - {0, 1} and any(tensor.is_nested for tensor in tensors):
+        raise TypeError("nested tensors, one in a row (store their parts padded, or as a list)")
     if dims == {0}:
         return _split(torch.stack(tensors).to(device=device), scalars)
     flat = tensors if dims == {1} else [tensor.reshape(-1) for tensor in tensors]

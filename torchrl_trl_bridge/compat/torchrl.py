@@ -5,17 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.data
 import torchrl.data.replay_buffers as torchrl_buffers
-from tensordict import is_non_tensor, is_tensor_collection
-from torch.utils._pytree import tree_leaves, tree_map
+from tensordict import is_non_tensor, is_tensor_collection, lazy_stack
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from torchrl.data.replay_buffers import (
     LazyMemmapStorage,
     ListStorage,
@@ -30,7 +31,7 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.samplers import SamplerEnsemble
 
-from torchrl_trl_bridge.compat.tensordict import MetaData
+from torchrl_trl_bridge.compat.tensordict import MetaData, stacked_rows
 
 # Came with torchrl 0.14, the stale-row sampler with 0.12; an empty tuple makes `isinstance` false on older ones.
 _CONSUMING: Any = getattr(torchrl_buffers, "ConsumingSampler", ())
@@ -49,6 +50,7 @@ __all__ = [
     "keep_whole_in_forks",
     "keeps_objects",
     "keys_added_by_sampling",
+    "may_give_stored_rows",
     "members",
     "part_names",
     "place",
@@ -152,12 +154,16 @@ def sample(replay_buffer: Any, batch_size: int) -> Any:
 
 def _sample(replay_buffer: Any, batch_size: int) -> Any:
     if _iterates_itself(replay_buffer, batch_size) and _can_sample(replay_buffer, batch_size):
-        return next(iter(replay_buffer.as_dataset(num_batches=1)))
+        with _values_as_stored(replay_buffer):
+            return next(iter(replay_buffer.as_dataset(num_batches=1)))
     return _drawn(replay_buffer, batch_size)
 
 
 def _drawn(replay_buffer: Any, batch_size: int) -> Any:
-    return replay_buffer.sample(batch_size) if _can_sample(replay_buffer, batch_size) else None
+    if not _can_sample(replay_buffer, batch_size):
+        return None
+    with _values_as_stored(replay_buffer):
+        return replay_buffer.sample(batch_size)
 
 
 def _iterates_itself(replay_buffer: Any, batch_size: int) -> bool:
@@ -351,7 +357,8 @@ def read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:
 def _read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:
     buffers = members(replay_buffer)
     if buffers is None and getattr(replay_buffer.storage, "ndim", 1) == 1:
-        return replay_buffer[indices]
+        with _values_as_stored(replay_buffer):
+            return replay_buffer[indices]
     if buffers is None:  # `ReplayBuffer.__getitem__` takes no coordinates, which storages of more dimensions need
         coordinates = torch.unravel_index(indices, replay_buffer.storage.shape)
         return _transformed(replay_buffer, replay_buffer._collate_fn(replay_buffer.storage.get(coordinates)))
@@ -371,6 +378,101 @@ def _transformed(replay_buffer: Any, rows: Any) -> Any:
         return rows
     with rows.unlock_():
         return transform(rows)
+
+
+# Stacking: the rows of a ListStorage are stacked into tensors, which gives rows of several dtypes the widest one, and
+# so changes values: 2**53 + 1 beside a float, True beside an int (torchrl 0.11 to 0.14).
+
+
+@contextlib.contextmanager
+def _values_as_stored(replay_buffer: Any) -> Iterator[None]:
+    """Lets the buffer stack its rows in a way that changes no value. A ``collate_fn`` of the user's own stays."""
+    exchanged = _exchanged_stacking(replay_buffer) if isinstance(replay_buffer, ReplayBuffer) else {}
+    if not exchanged:
+        yield
+        return
+    with _held(replay_buffer):
+        # A batch that was prefetched is stacked already.
+        exchanged["_prefetch"] = False
+        own = {field: vars(replay_buffer)[field] for field in exchanged}
+        vars(replay_buffer).update(exchanged)
+        try:
+            yield
+        finally:
+            vars(replay_buffer).update(own)
+
+
+def _exchanged_stacking(replay_buffer: Any) -> dict[str, Any]:
+    """The fields of a buffer that hold TorchRL's function to stack rows, with another one in its place."""
+    if members(replay_buffer) is not None:
+        return {
+            "_collate_fn_val": _value_keeping(replay_buffer._collate_fn_val),
+            "_collate_fns": list(map(_value_keeping, replay_buffer._collate_fns)),
+        }
+    stack = replay_buffer._collate_fn
+    if not _changes_values(stack):
+        return {}
+    # Not stacking is also the fastest. But what a transform or a sub-class sets would reach the stored rows.
+    transform = replay_buffer._transform
+    leaves_rows_alone = type(replay_buffer) is ReplayBuffer and (transform is None or not len(transform))
+    return {"_collate_fn": functools.partial(_side_by_side if leaves_rows_alone else _stacked_if_of_one_dtype, stack)}
+
+
+def _changes_values(collate: Any) -> bool:
+    # By name: the function is another object after its first call, which picks the one for the torch that there is.
+    return getattr(collate, "__name__", None) == "_stack_anything"
+
+
+def _value_keeping(collate: Any) -> Any:
+    return functools.partial(_stacked_if_of_one_dtype, collate) if _changes_values(collate) else collate
+
+
+def _side_by_side(stack: Callable[[Any], Any], rows: list[Any]) -> Any:
+    return lazy_stack(rows) if is_tensor_collection(rows[0]) else _stacked_if_of_one_dtype(stack, rows)
+
+
+def _stacked_if_of_one_dtype(stack: Callable[[Any], Any], rows: list[Any]) -> Any:
+    """Stacks rows or batches, or puts them side by side where stacking would change their values.
+
+    Raises:
+        ValueError: for rows of several dtypes that are no tensordicts, which cannot be put so.
+    """
+    dtypes: dict[Any, set[torch.dtype]] = collections.defaultdict(set)
+    for row in rows:
+        for key, leaf in _tensors_of(row):
+            dtypes[key].add(leaf.dtype)
+    mixed = {key: kinds for key, kinds in dtypes.items() if len(kinds) > 1}
+    if not mixed:
+        return stack(rows)
+    if is_tensor_collection(rows[0]):
+        return lazy_stack([row.copy() for row in rows])
+    key, kinds = next(iter(mixed.items()))
+    raise ValueError(
+        f"the rows of a ListStorage hold {''.join(map(str, key)) or 'tensors'} as {sorted(map(str, kinds))}, which "
+        "TorchRL stacks into one dtype, so that values change. Write rows of one dtype, or tensordicts."
+    )
+
+
+def _tensors_of(row: Any) -> Iterable[tuple[Any, torch.Tensor]]:
+    if not is_tensor_collection(row):
+        return ((key, leaf) for key, leaf in tree_flatten_with_path(row)[0] if isinstance(leaf, torch.Tensor))
+    rows = stacked_rows(row)
+    if rows is not None:
+        return (item for inner in rows for item in _tensors_of(inner))
+    return ((key, leaf) for key, leaf in row.items(True, True) if isinstance(leaf, torch.Tensor))
+
+
+def may_give_stored_rows(replay_buffer: Any) -> bool:
+    """Whether a tensor of a batch may be one that the buffer stores, as a ``collate_fn`` of the user's own can give."""
+    if not isinstance(replay_buffer, ReplayBuffer) or _actor(replay_buffer) is not None:
+        return False
+    buffers = members(replay_buffer)
+    if buffers is not None:
+        functions = [replay_buffer._collate_fn_val, *replay_buffer._collate_fns]
+    else:
+        functions = [replay_buffer._collate_fn]
+    names = {getattr(function, "__name__", None) for function in functions}
+    return not names <= {"_collate_id", "_stack_anything", "lazy_stack"}
 
 
 def private_sampler(replay_buffer: Any) -> Any:
@@ -441,13 +543,21 @@ def _seeded(replay_buffer: Any, seed: int, sampler: Any) -> Iterator[None]:
     device = getattr(replay_buffer._storage, "device", None)  # random indices are drawn where the storage is
     generator = torch.Generator(device if isinstance(device, torch.device) else "cpu").manual_seed(seed)
     with contextlib.ExitStack() as stack:
-        # No other thread may see the exchanged parts. The locks in the order in which `sample` takes them: a buffer
-        # that prefetches waits for its draws, which need the second, while it holds the first.
+        stack.enter_context(_held(replay_buffer))
+        stack.enter_context(_exchanged(replay_buffer, sampler, generator))
+        stack.enter_context(_global_generator(replay_buffer._sampler, seed))
+        yield
+
+
+@contextlib.contextmanager
+def _held(replay_buffer: Any) -> Iterator[None]:
+    """Lets no other thread see parts that are exchanged."""
+    with contextlib.ExitStack() as stack:
+        # In the order in which `sample` takes them: a buffer that prefetches waits for its draws, which need the second
+        # lock, while it holds the first.
         for buffer in [replay_buffer, *(members(replay_buffer) or ())]:
             stack.enter_context(buffer._futures_lock)
             stack.enter_context(buffer._replay_lock)
-        stack.enter_context(_exchanged(replay_buffer, sampler, generator))
-        stack.enter_context(_global_generator(replay_buffer._sampler, seed))
         yield
 
 
