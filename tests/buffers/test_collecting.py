@@ -99,6 +99,10 @@ def test_it_collects_stamps_and_logs(own_buffer: bool, model: Any, tmp_path: Pat
     assert first["collect/seconds"] > 0
     assert first["collect/age"] == 0  # drawn before the first refill
     assert 0 < second["collect/age"] <= 1
+    assert not len(replay_buffer.transform), "the buffer is as it was"
+    trainer.train()
+    assert logs_of(trainer)[-1]["collect/age"] > 0
+    assert not len(replay_buffer.transform)
 
 
 def test_what_reports_a_log_sees_it(model: Any, tmp_path: Path) -> None:
@@ -145,6 +149,12 @@ def test_data_loader_workers_are_refused(model: Any, tmp_path: Path) -> None:
 
 
 def test_arguments_that_cannot_be_meant(model: Any) -> None:
+    collector, _ = collector_of(model, None)
+    for value in (None, [1], model):
+        with pytest.raises(TypeError, match="collector must be a TorchRL collector, such as an LLMCollector"):
+            CollectCallback(value, ReplayBuffer(storage=LazyStackStorage(8)))
+        with pytest.raises(TypeError, match="replay_buffer must be a torchrl ReplayBuffer"):
+            CollectCallback(collector, value)
     replay_buffer, other = (ReplayBuffer(storage=LazyStackStorage(10)) for _ in range(2))
     collector, _ = collector_of(model, replay_buffer)
     with pytest.raises(ValueError, match="another replay buffer"):

@@ -369,6 +369,14 @@ def test_arguments() -> None:
         TorchRLBufferDataset(replay_buffer, 1, columns="prompt-completions")
     with pytest.raises(ValueError, match=r"'prompt-only' dataset has the forms 'conversational', 'standard', not 'tok"):
         DatasetType("prompt-only", form="tokenized")
+    for extra in (["a"], "a", 1):
+        with pytest.raises(TypeError, match=r"extra is a mapping \{column: nested key\}"):
+            DatasetType("prompt-only", extra=extra)  # type: ignore[arg-type]
+    for threshold in ("x", float("nan"), True):
+        with pytest.raises(TypeError, match="threshold is a reward, a number"):
+            DatasetType("unpaired-preference", threshold=threshold)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"extra names the column 'text', which the type .* gives itself"):
+        rows_of(replay_buffer, DatasetType("language-modeling", extra={"text": "text"}))
     with pytest.raises(ValueError, match="label and threshold belong to 'unpaired-preference'"):
         DatasetType("preference", threshold=0.5)
     for name in ("prompt-only", "preference"):

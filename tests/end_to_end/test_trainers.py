@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -212,13 +213,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("trainer", "config", "columns", "message"),
-    [
-        pytest.param(*case, id=name, marks=needs(f"streams in {name.upper()}") if name in ("grpo", "kto") else ())
-        for name, case in WRONG.items()
-    ],
-)
+WRONG_IN_A_STREAM = [
+    pytest.param(*case, id=name, marks=needs(f"streams in {name.upper()}") if name in ("grpo", "kto") else ())
+    for name, case in WRONG.items()
+]
+
+
+@pytest.mark.parametrize(("trainer", "config", "columns", "message"), WRONG_IN_A_STREAM)
 def test_columns_of_the_wrong_type(
     trainer: type, config: type, columns: str, message: str, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
 ) -> None:
@@ -231,6 +232,53 @@ def test_columns_of_the_wrong_type(
         assert not looked_at or stream.column_names
         with pytest.raises(ValueError, match=message):  # without being asked, too
             trainer_of(trainer, args, stream, tmp_path, callbacks=[NoStep()]).train()
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda snapshot: snapshot,
+        lambda snapshot: snapshot.shuffle(seed=0).select(range(8)),
+        lambda snapshot: snapshot.train_test_split(0.25)["train"],
+        lambda snapshot: snapshot.filter(lambda row: True).add_column("n", list(range(len(snapshot)))),
+    ],
+    ids=["whole", "selected", "split", "filtered"],
+)
+@pytest.mark.parametrize(("trainer", "config", "columns", "message"), WRONG.values(), ids=WRONG)
+def test_columns_of_the_wrong_type_in_a_snapshot(
+    trainer: type,
+    config: type,
+    columns: str,
+    message: str,
+    derive: Callable[[datasets.Dataset], datasets.Dataset],
+    rollouts: Callable[..., ReplayBuffer],
+    tmp_path: Path,
+) -> None:
+    snapshot = TorchRLBufferDataset(rollouts("history"), 8, columns=columns).as_hf_dataset(streaming=False)
+    args = arguments(config, tmp_path, **({"num_generations": GROUP} if config is trl.GRPOConfig else {}))
+    with pytest.raises(ValueError, match=message):
+        trainer_of(trainer, args, derive(snapshot), tmp_path, callbacks=[NoStep()]).train()
+
+
+def test_a_snapshot_that_is_renamed_fits(rollouts: Callable[..., ReplayBuffer], tmp_path: Path) -> None:
+    snapshot = TorchRLBufferDataset(rollouts("text"), 8, columns={"query": ("text", "prompt")})
+    renamed = snapshot.as_hf_dataset(streaming=False).rename_column("query", "text")
+    args = arguments(trl.SFTConfig, tmp_path)
+    train(trainer_of(trl.SFTTrainer, args, renamed, tmp_path))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    "wrong", [{"keys": ["nope"]}, {"columns": {"text": ("text", "nope")}}], ids=["keys", "columns"]
+)
+def test_a_key_that_holds_nothing_is_named(
+    wrong: dict[str, Any], streaming: bool, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
+) -> None:
+    dataset = TorchRLBufferDataset(rollouts("text"), 8, **wrong)
+    with pytest.raises(KeyError, match=r"nope' holds nothing.*Available keys.*text.prompt"):
+        dataset.check(trl.SFTTrainer)
+    with pytest.raises(KeyError, match=r"nope' holds nothing.*Available keys.*text.prompt"):
+        trainer_of(trl.SFTTrainer, arguments(trl.SFTConfig, tmp_path), dataset.as_hf_dataset(streaming), tmp_path)
 
 
 @needs("streams in GRPO")

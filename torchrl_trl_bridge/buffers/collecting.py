@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from torchrl_trl_bridge.arguments import is_integer
 from torchrl_trl_bridge.buffers.columns import row_sums
+from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.trl import trainer_at_work
 from torchrl_trl_bridge.compat.weights import copy_weights, unwrapped
 from torchrl_trl_bridge.modes import eval_mode
@@ -60,6 +61,7 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
             inference server, another process).
 
     Raises:
+        TypeError: if ``collector`` is no collector, or ``replay_buffer`` no replay buffer.
         ValueError: if ``every_n_steps`` or ``batches`` is not a positive integer, or the collector writes to another
             buffer; when training starts, if the data loader has workers, which would never see the new rows.
         RuntimeError: while training, if the collector has come to its end.
@@ -86,6 +88,10 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
         policy: nn.Module | None = None,
         update_policy: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        if not hasattr(collector, "postproc") or not hasattr(collector, "__iter__"):
+            raise TypeError(f"collector must be a TorchRL collector, such as an LLMCollector, got {collector!r}.")
+        if not compat.is_replay_buffer(replay_buffer):
+            raise TypeError(f"replay_buffer must be a torchrl ReplayBuffer instance, got {replay_buffer!r}.")
         for name, value in (("every_n_steps", every_n_steps), ("batches", batches)):
             if not is_integer(value, 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}.")
@@ -102,7 +108,6 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
         self._iterator: Iterator[Any] | None = None
         self._since = _Collected()
         self._ages = _Ages()
-        replay_buffer.append_transform(self._ages)
         _stamp_rows(collector, self)
 
     def collect(self) -> int:
@@ -143,7 +148,14 @@ class CollectCallback(TrainerCallback):  # type: ignore[misc]  # transformers co
         if work is not None:  # what is added to the log is then there when the reporting callbacks come
             callbacks = work.trainer.callback_handler.callbacks
             callbacks.sort(key=lambda callback: callback is not self)
+        compat.append_transform(self.replay_buffer, self._ages)
         self._ages.clear()  # a trainer looks at some rows before it trains on any
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the buffer without a trace."""
+        compat.remove_transform(self.replay_buffer, self._ages)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every_n_steps or not state.is_world_process_zero:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrl_trl_bridge.arguments import is_number
 from torchrl_trl_bridge.buffers.flattening import KeySelection, describe_missing, flat_name
 from torchrl_trl_bridge.buffers.tokens import Tokens, integers, lengths_of
 from torchrl_trl_bridge.compat import trl as compat
@@ -47,7 +49,8 @@ class DatasetType:
 
     Raises:
         ValueError: for an unknown name or form, for a form that a type does not have, and for an option that the type
-            does not use.
+            does not use; while iterating, if ``extra`` names a column that the type gives itself.
+        TypeError: if ``extra`` is no mapping, or ``threshold`` no number.
 
     Notes:
         The prompt of a conversation reaches up to its last turn that is not the assistant's, as a rule the last user or
@@ -84,6 +87,10 @@ class DatasetType:
             raise ValueError(f"label and threshold belong to 'unpaired-preference', not to {self.name!r}.")
         if self.labels and ("tokenized" not in forms or self.name == "preference"):
             raise ValueError(f"labels belong to the token ids of one sequence, which {self.name!r} does not give.")
+        if not isinstance(self.extra, (Mapping, NoneType)):
+            raise TypeError(f"extra is a mapping {{column: nested key}}, got {self.extra!r}.")
+        if self.threshold is not None and not is_number(self.threshold):
+            raise TypeError(f"threshold is a reward, a number, got {self.threshold!r}.")
 
     def __repr__(self) -> str:
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
@@ -171,6 +178,11 @@ class ColumnPlan:
             if self.type.labels:
                 columns["labels"] = _labels_of_tokens(columns)
         for name, selection in self.named.items():
+            if name in columns:
+                raise ValueError(
+                    f"extra names the column {name!r}, which the type {self} gives itself. Call it otherwise, or name "
+                    "all columns: columns={column: key}."
+                )
             if first or not selection.missing(leaves):
                 columns[name] = leaves[_single(name, selection, leaves, available)]
         return columns
@@ -528,3 +540,6 @@ def _sources() -> dict[str, dict[str, list[_Source]]]:
 
 
 _SOURCES = _sources()
+
+DATASET_TYPES = tuple(_SOURCES)
+"""The names of TRL's dataset types, and ``"tokenized"``."""

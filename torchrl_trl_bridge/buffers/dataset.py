@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 import torch.utils.data
 
-from torchrl_trl_bridge.arguments import is_integer
+from torchrl_trl_bridge.arguments import is_integer, is_number
 from torchrl_trl_bridge.buffers.checks import SCANNED_ROWS, check_stored_columns
 from torchrl_trl_bridge.buffers.columns import ColumnPlan, DatasetType
 from torchrl_trl_bridge.buffers.flattening import KeySelection, check_names, describe_missing, flat_name
@@ -116,7 +116,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             raise ValueError("keys=[] selects nothing. Name some keys, or leave keys out for all.")
         if seed is not None and not is_integer(seed):
             raise TypeError(f"seed must be an integer or None, got {seed!r}.")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
+        if timeout is not None and not (is_number(timeout) and timeout >= 0):
             raise ValueError(f"timeout must be a number of seconds from 0 on, or None, got {timeout!r}.")
         # Of NumPy's integers, Python's.
         batch_size, num_batches = int(batch_size), None if num_batches is None else int(num_batches)
@@ -218,11 +218,12 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             check_stored_columns(self._replay_buffer, {path: leaves[path] for path in plan.paths if path in leaves})
         return columns
 
-    def peek(self, plan: ColumnPlan | None = None) -> Columns:
+    def peek(self, plan: ColumnPlan | None = None, *, complete: bool = False) -> Columns:
         """The columns of a few rows, spread over the buffer, without a draw. Waits for rows as an iteration does.
 
         Args:
             plan: which columns; those of this dataset by default.
+            complete: raise, as the first batch of an iteration does, where a key holds nothing.
         """
         self.wait(drawing=False)
         size = self.row_count
@@ -230,12 +231,13 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
         batch = compat.read_rows(self._replay_buffer, indices)
         if plan is not None:
             return self._read_planned(plan, batch, True)
-        return self.read(batch, added=compat.keys_added_by_sampling(self._replay_buffer))
+        return self.read(batch, first=complete, added=compat.keys_added_by_sampling(self._replay_buffer))
 
     def check(self, trainer_class: type, args: Any = None, *, streaming: bool = True) -> None:
         """Checks, before there is a trainer, that it would take the rows of this dataset. Draws none.
 
-        TRL's own trainers are checked so by themselves when they are given `as_hf_dataset`, unless it is mapped before.
+        TRL's own trainers are checked so by themselves when they are given `as_hf_dataset`, stream or snapshot, unless
+        it is mapped before.
 
         Args:
             trainer_class: a trainer class of ``trl``, or a sub-class of one.
@@ -246,6 +248,7 @@ class TorchRLBufferDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             ValueError: if the trainer needs other columns (it names those, the ones that there are, and the
                 ``columns=`` to write), if its release takes no stream, if SFT would train on the prompts of tokenized
                 rows as well, and if the stream ends before one generation batch of GRPO, RLOO or distillation.
+            KeyError: if a key of ``keys`` or ``columns`` holds nothing; it names the available keys.
             TypeError: if ``trainer_class`` is no trainer whose columns are known.
             RuntimeError: if the buffer is empty and ``timeout`` is None.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -13,9 +14,16 @@ import torch
 from torchrl_trl_bridge.buffers import arrow
 from torchrl_trl_bridge.buffers.sampling import Share
 from torchrl_trl_bridge.buffers.streaming import new_place
-from torchrl_trl_bridge.buffers.trainers import check_evaluation, check_exhausted, check_user
+from torchrl_trl_bridge.buffers.trainers import (
+    check_columns,
+    check_evaluation,
+    check_exhausted,
+    check_trainer,
+    check_user,
+    possible_types,
+)
 from torchrl_trl_bridge.compat import torchrl as compat
-from torchrl_trl_bridge.compat.datasets import ExamplesIterable, UnshuffledStream, dataset_of_table
+from torchrl_trl_bridge.compat.datasets import ExamplesIterable, TableDataset, UnshuffledStream
 from torchrl_trl_bridge.compat.torch import fork_workers_of
 from torchrl_trl_bridge.compat.trl import say_what_to_write_instead
 from torchrl_trl_bridge.rollouts import Column
@@ -36,8 +44,10 @@ def stream(dataset: TorchRLBufferDataset) -> datasets.IterableDataset:
 
 def snapshot(dataset: TorchRLBufferDataset) -> datasets.Dataset:
     """The whole buffer, in storage order: see `TorchRLBufferDataset.as_hf_dataset`."""
-    table, features = dataset.stream.agreed(lambda: _table_of(dataset))
-    return dataset_of_table(table, features)
+    table, features, types = dataset.stream.agreed(lambda: (*_table_of(dataset), possible_types(dataset)))
+    made: BufferSnapshot = BufferSnapshot.of_table(table, features)
+    made.note = _Note(frozenset(types), set())
+    return made
 
 
 def _table_of(dataset: TorchRLBufferDataset) -> tuple[pa.Table, datasets.Features]:
@@ -55,6 +65,41 @@ def _table_of(dataset: TorchRLBufferDataset) -> tuple[pa.Table, datasets.Feature
     }
     table = pa.table({name: values for name, (values, _) in built.items()})
     return table, datasets.Features({name: feature for name, (_, feature) in built.items()})
+
+
+@dataclass
+class _Note:
+    """What a snapshot knows: the dataset types that the buffer could make, and the trainers that it was checked for."""
+
+    types: frozenset[str]
+    checked: set[type]
+
+
+class BufferSnapshot(TableDataset):
+    """A Hugging Face dataset whose columns are checked for the trainer that asks for its length or its rows."""
+
+    def __len__(self) -> int:
+        self._check_user()
+        return int(super().__len__())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._check_user()
+        rows: Iterator[dict[str, Any]] = super().__iter__()
+        return rows
+
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``datasets.Dataset.map``: the first thing that some trainers do with a dataset."""
+        self._check_user()
+        return super().map(*args, **kwargs)
+
+    def _check_user(self) -> None:
+        if self.note is not None:
+            check_user(self._check, self.note.checked)
+
+    def _check(self, trainer_class: type, args: Any) -> None:
+        check_columns(
+            self.column_names, lambda types: [name for name in types if name in self.note.types], trainer_class, args
+        )
 
 
 class BufferStream(UnshuffledStream):
@@ -85,8 +130,12 @@ class BufferStream(UnshuffledStream):
 
     def _check_user(self) -> None:
         examples = self.source
-        if isinstance(examples, _BufferExamples):
-            check_user(examples.dataset, examples.checked)
+        if isinstance(examples, _BufferExamples) and examples.dataset.row_count:
+            dataset = examples.dataset
+            check_user(
+                lambda trainer_class, args: check_trainer(dataset, trainer_class, args, streaming=True),
+                examples.checked,
+            )
 
 
 class _BufferExamples(ExamplesIterable):  # type: ignore[misc]

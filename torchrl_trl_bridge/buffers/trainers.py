@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrl_trl_bridge.buffers.columns import ColumnPlan
+from torchrl_trl_bridge.buffers.columns import DATASET_TYPES, ColumnPlan
 from torchrl_trl_bridge.compat import trl as compat
 
 if TYPE_CHECKING:
@@ -14,17 +14,34 @@ if TYPE_CHECKING:
 
 def check_trainer(dataset: TorchRLBufferDataset, trainer_class: type, args: Any, *, streaming: bool) -> None:
     """See `TorchRLBufferDataset.check`."""
+    if streaming and not compat.takes_streams(trainer_class):
+        raise ValueError(compat.refusal_of_streams(trainer_class.__name__))
+    columns = list(dataset.peek(complete=True))
+    check_columns(columns, lambda types: possible_types(dataset, types), trainer_class, args)
+    if streaming:
+        check_length(dataset, dataset.rows_per_iteration, args)
+
+
+def check_columns(
+    columns: Sequence[str], possible: Callable[[Sequence[str]], Sequence[str]], trainer_class: type, args: Any
+) -> None:
+    """Raises ValueError if these are not the columns that a trainer needs.
+
+    Args:
+        columns: the columns that there are.
+        possible: of some dataset types, those that the buffer could make.
+        trainer_class: a known trainer.
+        args: its configuration.
+    """
     needs = compat.needs_of(trainer_class)
     name = trainer_class.__name__
-    if streaming and not compat.takes_streams(trainer_class):
-        raise ValueError(compat.refusal_of_streams(name))
-    columns = list(dataset.peek())
     text_field = getattr(args, "dataset_text_field", None)  # of SFT
     alternatives = needs.columns + (((text_field,),) if text_field else ())
     if not any(set(alternative) <= set(columns) for alternative in alternatives):
+        types = possible(needs.types) or needs.types
         raise ValueError(
             f"{name} needs the columns {' or '.join(' + '.join(names) for names in alternatives)}. This dataset gives "
-            f"{columns}. Write {' or '.join(_advice(dataset, needs.types))}, or name the keys: "
+            f"{list(columns)}. Write {' or '.join(map(_written, types))}, or name the keys: "
             f"columns={{{', '.join(f'{column!r}: <key>' for column in needs.columns[0])}}}."
         )
     if (
@@ -37,8 +54,6 @@ def check_trainer(dataset: TorchRLBufferDataset, trainer_class: type, args: Any,
             "SFTConfig(completion_only_loss=True), or False if that is meant, or give it labels: "
             'columns=DatasetType("tokenized", labels=True).'
         )
-    if streaming:
-        check_length(dataset, dataset.rows_per_iteration, args)
 
 
 def check_length(dataset: TorchRLBufferDataset, rows: int | None, args: Any) -> None:
@@ -52,17 +67,16 @@ def check_length(dataset: TorchRLBufferDataset, rows: int | None, args: Any) -> 
         )
 
 
-def check_user(dataset: TorchRLBufferDataset, checked: set[type]) -> None:
-    """Checks the columns for the trainer that asks for them, once for each class, if it is one of TRL's own."""
+def check_user(check: Callable[[type, Any], None], checked: set[type]) -> None:
+    """Calls ``check(trainer_class, args)`` for the trainer that asks for rows, once a class, if it is TRL's own."""
     work = compat.trainer_at_work()
     trainer_class = None if work is None else type(work.trainer)
     if work is None or trainer_class is None or trainer_class in checked or not compat.is_known(trainer_class):
         return
     # A formatting function makes the column that SFT needs.
-    if work.arguments.get("formatting_func") is None and dataset.row_count:
+    if work.arguments.get("formatting_func") is None:
         checked.add(trainer_class)
-        args = work.arguments.get("args") or getattr(work.trainer, "args", None)
-        check_trainer(dataset, trainer_class, args, streaming=True)
+        check(trainer_class, work.arguments.get("args") or getattr(work.trainer, "args", None))
 
 
 def check_evaluation(dataset: TorchRLBufferDataset) -> None:
@@ -84,10 +98,13 @@ def check_exhausted(dataset: TorchRLBufferDataset) -> None:
         check_length(dataset, dataset.rows_per_iteration, getattr(work.trainer, "args", None))
 
 
-def _advice(dataset: TorchRLBufferDataset, types: Sequence[str]) -> list[str]:
-    """The ``columns=`` to write, those that the buffer can make if it can make any."""
-    possible = [name for name in types if _can_make(dataset, name)]
-    return [f'columns="{name}"' for name in possible or types]
+def _written(type_: str) -> str:
+    return f'columns="{type_}"'
+
+
+def possible_types(dataset: TorchRLBufferDataset, types: Sequence[str] = DATASET_TYPES) -> list[str]:
+    """Those dataset types that the buffer could make."""
+    return [name for name in types if _can_make(dataset, name)]
 
 
 def _can_make(dataset: TorchRLBufferDataset, name: str) -> bool:

@@ -23,8 +23,8 @@ from torchrl_trl_bridge.compat.trl import cuts_rows
 __all__ = [
     "HAS_JSON",
     "ExamplesIterable",
+    "TableDataset",
     "UnshuffledStream",
-    "dataset_of_table",
     "feature_of_arrow_type",
     "item_of",
     "list_of",
@@ -281,10 +281,38 @@ for _name in _DERIVING:
         setattr(UnshuffledStream, _name, _deriving(_name))
 
 
-def dataset_of_table(table: Any, features: datasets.Features) -> datasets.Dataset:
-    """A ``Dataset`` on an Arrow table in memory, without the hash of all rows that is its default fingerprint."""
-    return datasets.Dataset(
-        datasets.table.InMemoryTable(table),
-        info=datasets.DatasetInfo(features=features),
-        fingerprint=generate_random_fingerprint(),
-    )
+class TableDataset(datasets.Dataset):  # type: ignore[misc]
+    """A ``Dataset`` on an Arrow table in memory. What is derived from it without a function is of its class too."""
+
+    note: Any = None
+    """What a sub-class wants to know of the rows, also where others are derived from them."""
+
+    @classmethod
+    def of_table(cls, table: Any, features: datasets.Features) -> Any:
+        """Without the hash of all rows that is the default fingerprint."""
+        return cls(
+            datasets.table.InMemoryTable(table),
+            info=datasets.DatasetInfo(features=features),
+            fingerprint=generate_random_fingerprint(),
+        )
+
+
+# Each returns a plain `Dataset`, written out by name (datasets 3.1 to 5.2); the others copy what they are called on.
+_DERIVING_TABLES = ("add_column", "filter", "select", "shard", "shuffle", "skip", "sort", "take", "train_test_split")
+
+
+def _deriving_tables(name: str) -> Any:
+    method = getattr(datasets.Dataset, name)
+
+    @functools.wraps(method)
+    def derive(self: TableDataset, *args: Any, **kwargs: Any) -> Any:
+        derived = method(self, *args, **kwargs)
+        for part in derived.values() if isinstance(derived, dict) else [derived]:
+            part.__class__, part.note = type(self), self.note
+        return derived
+
+    return derive
+
+
+for _name in _DERIVING_TABLES:
+    setattr(TableDataset, _name, _deriving_tables(_name))

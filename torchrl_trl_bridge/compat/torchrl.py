@@ -39,6 +39,7 @@ _STALENESS_AWARE: Any = getattr(torchrl_buffers, "StalenessAwareSampler", ())
 
 __all__ = [
     "advance_seeded",
+    "append_transform",
     "can_sample",
     "capacity",
     "consumes",
@@ -57,6 +58,7 @@ __all__ = [
     "private_sampler",
     "read_rows",
     "reason_not_to_sample",
+    "remove_transform",
     "row_count",
     "run_beside",
     "sample",
@@ -594,6 +596,24 @@ def _global_generator(sampler: Any, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def append_transform(replay_buffer: Any, transform: Any) -> None:
+    """Appends a transform, if it is not there. Not to a remote buffer, which would get a copy that tells nothing."""
+    if _actor(replay_buffer) is None and _position(replay_buffer, transform) is None:
+        replay_buffer.append_transform(transform)
+
+
+def remove_transform(replay_buffer: Any, transform: Any) -> None:
+    """Removes a transform, for which buffers have no method (torchrl 0.11 to 0.14)."""
+    position = _position(replay_buffer, transform)
+    if position is not None:
+        replay_buffer._transform.pop(position)
+
+
+def _position(replay_buffer: Any, transform: Any) -> int | None:
+    transforms = getattr(replay_buffer, "_transform", None) or ()
+    return next((i for i, present in enumerate(transforms) if present is transform), None)
 
 
 def scores_steps(transform: Any) -> bool:
