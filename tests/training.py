@@ -22,7 +22,14 @@ def seen_by_steps(trainer: Any, read: Callable[[dict[str, torch.Tensor]], Iterab
 
 
 def texts_seen_by_steps(trainer: Any, tokenizer: Any) -> list[str]:
-    """The text of each row of each step."""
-    return seen_by_steps(
-        trainer, lambda inputs: [tokenizer.decode(ids, skip_special_tokens=True) for ids in inputs["input_ids"]]
-    )
+    """The text of each row of each step; of a pair, those of both."""
+
+    def read(inputs: dict[str, torch.Tensor]) -> list[str]:
+        batches = [ids for name, ids in inputs.items() if name in _IDS]
+        return [tokenizer.decode(ids, skip_special_tokens=True) for batch in batches for ids in batch]
+
+    return seen_by_steps(trainer, read)
+
+
+# The latter are names of DPO and KTO before TRL 1.
+_IDS = ("input_ids", "chosen_input_ids", "rejected_input_ids", "completion_input_ids")

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class RewardFunctions:
             Floats, detached from any graph. None is a reward that does not apply.
 
         Raises:
+            TypeError: if a function returns anything but numbers and None.
             ValueError: if a function returns another number of rewards than there are completions.
         """
         results: list[Any] = [None] * len(self.functions)
@@ -128,12 +129,23 @@ def _distinct(names: list[str]) -> list[str]:
 
 def _loaded(function: Any) -> Any:
     if isinstance(function, str):
-        from transformers import AutoModelForSequenceClassification
-
-        return AutoModelForSequenceClassification.from_pretrained(function, num_labels=1)
+        return load_classifier(function)
     if not callable(function):
         raise TypeError(f"a reward function must be callable, a model or the path of one, got {function!r}.")
     return function
+
+
+def load_classifier(path: str) -> Any:
+    """The reward model of a path or hub id, as a trainer loads it."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    except OSError as error:
+        raise OSError(
+            f"the reward function {path!r}: a string is the path or hub id of a sequence classifier, and none can be "
+            f"loaded from there. {error}"
+        ) from error
 
 
 def _tokenizer_of(function: Any, tokenizer: Any) -> Any:
@@ -165,12 +177,23 @@ def _score(
 
 
 def _checked(name: str, rewards: Any, expected: int) -> list[Reward]:
+    if isinstance(rewards, (str, bytes)) or not isinstance(rewards, Iterable):
+        raise TypeError(
+            f"the reward function {name!r} returned {rewards!r}: it must return a list with one reward for each of the "
+            f"{expected} completions."
+        )
     rewards = rewards.tolist() if isinstance(rewards, torch.Tensor) else list(rewards)
     if len(rewards) != expected:
         raise ValueError(
             f"the reward function {name!r} returned {len(rewards)} rewards for {expected} completions: it must return "
             "one for each."
         )
+    for i, reward in enumerate(rewards):
+        if isinstance(reward, (str, bytes)) or not (reward is None or hasattr(reward, "__float__")):
+            raise TypeError(
+                f"the reward function {name!r} returned {reward!r} for completion {i}: a reward is a number, or None "
+                "where there is none."
+            )
     floats = [None if reward is None else float(reward) for reward in rewards]
     return [None if reward is None or math.isnan(reward) else reward for reward in floats]
 

@@ -102,6 +102,25 @@ def test_rows_added_later_are_seen_within_an_iteration() -> None:
     assert next(rows)["x"] == 2
 
 
+@pytest.mark.parametrize(
+    "together",
+    [
+        lambda stream, other: datasets.interleave_datasets([stream, other]),
+        lambda stream, other: datasets.concatenate_datasets([stream, other]),
+        lambda stream, other: datasets.concatenate_datasets([stream, other.rename_column("x", "y")], axis=1),
+    ],
+    ids=["interleaved", "one after the other", "side by side"],
+)
+def test_a_stream_put_together_with_another_is_live_too(together: Callable[..., datasets.IterableDataset]) -> None:
+    replay_buffer = ReplayBuffer(storage=ListStorage(1))
+    replay_buffer.add(TensorDict({"x": torch.tensor(1)}))
+    stream = TorchRLBufferDataset(replay_buffer, 1, num_batches=3).as_hf_dataset()
+    rows = iter(together(stream, datasets.Dataset.from_dict({"x": [7] * 3}).to_iterable_dataset()))
+    assert next(rows)["x"] == 1
+    replay_buffer.add(TensorDict({"x": torch.tensor(2)}))
+    assert 2 in [row["x"] for row in rows]
+
+
 def test_features_are_known_without_a_draw() -> None:
     sampler = CountingSampler()
     replay_buffer = numbers(sampler=sampler)

@@ -193,12 +193,15 @@ def train(
     resume: int | None = None,
     kept: bool = True,
     sampler: type = RandomSampler,
+    empty: bool = False,
     **kwargs: Any,
 ) -> tuple[list[str], SFTTrainer]:
     replay_buffer = ReplayBuffer(
         storage=LazyStackStorage(60), sampler=sampler(), generator=torch.Generator().manual_seed(0)
     )
-    for n in range(40):
+    if empty:
+        load_buffer(replay_buffer, folder / "out" / f"checkpoint-{resume}" / "replay_buffer")
+    for n in range(0 if empty else 40):
         replay_buffer.add(TensorDict({"text": f"row {n}"}))
     dataset = TorchRLBufferDataset(replay_buffer, 5, num_batches=None, seed=seed)
     tokenizer = tiny_tokenizer()
@@ -236,10 +239,11 @@ def test_a_resumed_trainer_sees_the_rows_of_an_uninterrupted_one(
     whole, _ = train(tmp_path, seed=seed, live=live, **kwargs)
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     assert (tmp_path / "out" / "checkpoint-4" / "replay_buffer" / "buffer.json").exists()
-    resumed, trainer = train(tmp_path, seed=seed, live=live, resume=4, **kwargs)
-    assert trainer.state.global_step == 6
-    assert len(resumed) == len(whole) // 3
-    assert resumed == whole[-len(resumed) :]
+    for empty in (False, True):
+        resumed, trainer = train(tmp_path, seed=seed, live=live, resume=4, empty=empty, **kwargs)
+        assert trainer.state.global_step == 6
+        assert len(resumed) == len(whole) // 3
+        assert resumed == whole[-len(resumed) :]
 
 
 @needs("ConsumingSampler")

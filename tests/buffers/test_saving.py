@@ -31,7 +31,7 @@ from torchrl.data import (
 from torchrl.data.llm import History
 
 from tests.features import sampler_param
-from torchrl_trl_bridge import load_buffer, save_buffer
+from torchrl_trl_bridge import TorchRLBufferDataset, load_buffer, save_buffer
 from torchrl_trl_bridge.buffers import saving
 
 LISTS = [ListStorage, LazyStackStorage]
@@ -388,3 +388,15 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
     replay_buffer.add(TensorDict({"parts": NonTensorData([flat[:2], flat[2:], flat])}))
     parts = restored(replay_buffer, tmp_path)[0]["parts"]
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3, 4, 5], list(range(6))]
+
+
+def test_what_is_no_buffer_or_no_folder_is_named(tmp_path: Path) -> None:
+    replay_buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    (tmp_path / "file").write_text("x")
+    for call in (save_buffer, load_buffer):
+        with pytest.raises(TypeError, match="replay_buffer must be a torchrl ReplayBuffer instance, got list"):
+            call([1], tmp_path / "b")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="got TorchRLBufferDataset: pass its replay_buffer"):
+            call(TorchRLBufferDataset(replay_buffer, 2), tmp_path / "b")  # type: ignore[arg-type]
+        with pytest.raises(NotADirectoryError, match=r"file' is a file, and a buffer is saved in a folder"):
+            call(replay_buffer, tmp_path / "file")

@@ -33,8 +33,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def train(trainer_class: Any, config_class: Any, folder: Path, reward_funcs: Any, rows: list[Any], **more: Any) -> Any:
+    policy = tiny_causal_lm(folder / "policy")
+    policy.lm_head.bias = torch.nn.Parameter(torch.zeros(policy.config.vocab_size))
+    with torch.no_grad():
+        policy.lm_head.bias[policy.config.eos_token_id] = 4  # completions that end sooner or later
     trainer = trainer_class(
-        model=tiny_causal_lm(folder / "policy"),
+        model=policy,
         processing_class=tiny_tokenizer(),
         reward_funcs=reward_funcs,
         train_dataset=datasets.Dataset.from_list(rows),
@@ -101,8 +105,11 @@ def test_scores_equal_trls_own(tmp_path: Path, conversational: bool) -> None:
     ("trainer_class", "config_class"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
 )
 def test_torchrl_scorers_train_in_trl(tmp_path: Path, trainer_class: Any, config_class: Any) -> None:
-    def shortness(ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = torch.tensor([float(len(row)) for row in ids.unbind(0)])
+    widths = set()
+
+    def shortness(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        widths.add(ids.shape[1])
+        lengths = torch.full((len(ids),), float(ids.shape[1]))
         return -lengths, lengths
 
     short = TensorDictModule(shortness, in_keys=[("tokens", "response")], out_keys=["reward", "length"])
@@ -112,6 +119,7 @@ def test_torchrl_scorers_train_in_trl(tmp_path: Path, trainer_class: Any, config
     log = trainer.state.log_history[0]
     assert log["rewards/gsm8k/mean"] == 0
     assert -7 <= log["rewards/short/mean"] < 0
+    assert len(widths) > 1, "completions of different length, those of one length at a time"
     if has("log_extra"):
         assert log["short/length"] == pytest.approx(-log["rewards/short/mean"]), "through log_metric"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.llm import ChatEnv
@@ -23,6 +23,7 @@ from tests.features import needs
 from torchrl_trl_bridge import HFRewardModelWrapper, TRLRewardTransform
 from torchrl_trl_bridge.compat.trl import arguments_of_reward_functions
 from torchrl_trl_bridge.messages import history_to_messages
+from torchrl_trl_bridge.scoring import RewardFunctions
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_reward_model, tiny_tokenizer
 
 
@@ -124,6 +125,43 @@ def test_columns():
     assert "level" not in seen.called
     with pytest.raises(KeyError, match=r"columns=\{'solution': 'nowhere'\}.*answer, level"):
         TRLRewardTransform(seen, columns={"solution": "nowhere"})(texts())
+
+
+@pytest.mark.parametrize("columns", [None, {"hint": "hint"}])
+def test_a_column_that_is_none_for_all(columns):
+    seen = Seen()
+    TRLRewardTransform(seen, columns=columns)(texts().set("hint", NonTensorStack(None, None)))
+    assert seen.called["hint"] == [None, None]
+
+
+def test_no_rollouts():
+    seen = Seen()
+    out = TRLRewardTransform([seen, one])(texts()[:0])
+    assert out["next", "reward"].shape == (0, 1, 1)
+    assert out["next", "rewards", "one"].shape == (0, 1, 1)
+    assert not hasattr(seen, "called")
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "returned None: it must return a list"),
+        ("1.0", "returned '1.0': it must"),
+        (["1", 2.0], "'1' for completi"),
+    ],
+)
+def test_what_is_no_reward_is_named(returned: Any, words: str):
+    def odd(completions: list[Any], **kwargs: Any) -> Any:
+        return returned
+
+    with pytest.raises(TypeError, match=f"'odd' .*{words}"):
+        TRLRewardTransform(odd)(texts())
+
+
+def test_a_path_without_a_model_is_named(tmp_path: Path):
+    for make in (TRLRewardTransform, RewardFunctions):
+        with pytest.raises(OSError, match=r"reward function '.*nowhere'.*path or hub id of a sequence classifier"):
+            make(str(tmp_path / "nowhere"))
 
 
 def test_a_function_that_lacks_an_argument_is_named():

@@ -87,6 +87,13 @@ def test_dispatch_by_keyword(gpt2):
         ({"label": "good"}, ValueError, "LABEL_0"),
         ({"label": 1}, ValueError, "LABEL_0"),
         ({"label": True}, TypeError, "label"),
+        ({"tokenizer": 1}, TypeError, "tokenizer must be that of the reward model, got 1"),
+        ({"tokenizer": "gpt2"}, TypeError, "load it with AutoTokenizer"),
+        ({"output": 3}, TypeError, "output must be the name"),
+        ({"token_key": 3}, TypeError, "token_key must be a string or a tuple of strings, got 3"),
+        ({"reward_key": ()}, TypeError, "reward_key must be a string"),
+        ({"attention_mask_key": ["a"]}, TypeError, "attention_mask_key must be a string"),
+        ({"chat_template_kwargs": 3, "tokenizer": print}, TypeError, "chat_template_kwargs must be a mapping"),
     ],
 )
 def test_bad_arguments(gpt2, arguments, error, words):

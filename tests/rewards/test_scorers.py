@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm import ChatEnv, GSM8KRewardParser, IfEvalScorer
 
@@ -145,6 +145,39 @@ def test_reward_model_on_token_ids(model, conversational):
         assert got == pytest.approx(float(alone), abs=1e-5)
     with pytest.raises(KeyError, match=r"reads tokens.full, masks.all_attention_mask, .*tokenizer="):
         as_trl_reward_func(HFRewardModelWrapper(model))(prompts, ANSWERS, ids)
+
+
+def mean(ids: torch.Tensor) -> torch.Tensor:
+    return ids.float().mean(-1)
+
+
+MEAN = TensorDictModule(mean, in_keys=[("tokens", "response")], out_keys=["reward"])
+IDS = [[7, 1], [8], [2, 5, 2], [4, 4], [9]]
+
+
+@pytest.mark.parametrize(
+    "scorer",
+    [MEAN, TensorDictSequential(MEAN, TensorDictModule(lambda r: r, in_keys=["reward"], out_keys=["again"]))],
+    ids=["module", "sequence"],
+)
+def test_completions_of_different_length(scorer):
+    logged = {}
+    reward = as_trl_reward_func(scorer, name="mean")
+    assert reward(["a"] * 5, ["b"] * 5, IDS, log_metric=logged.__setitem__) == [4, 8, 3, 4, 9]
+    assert logged in ({}, {"mean/again": 5.6})
+
+
+def test_a_scorer_that_cannot_read_different_lengths_is_named():
+    class Own(TensorDictModuleBase):
+        in_keys, out_keys = [("tokens", "response")], ["reward"]
+
+        def forward(self, tensordict: Any) -> Any:
+            return tensordict.set("reward", tensordict["tokens", "response"].float().mean(-1))
+
+    reward = as_trl_reward_func(Own())
+    assert reward(["a"] * 2, ["b"] * 2, [[1], [3]]) == [1, 3]
+    with pytest.raises(RuntimeError, match=r"'Own' failed where tokens.response is of another length.*one by one"):
+        reward(["a"] * 5, ["b"] * 5, IDS)
 
 
 def test_module_on_responses_and_columns():

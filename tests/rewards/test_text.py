@@ -196,6 +196,9 @@ def test_errors(model, tmp_path: Path):
     tokenizer = tiny_tokenizer()
     with pytest.raises(ValueError, match=r"input_key= has a meaning only with tokenizer="):
         HFRewardModelWrapper(model, input_key=("text", "full"))
+    for one in ("a text", CHATS[0], CHATS[0][0]):
+        with pytest.raises(TypeError, match=r"texts is a list of texts, and this is a .*score_texts\(\[text\]\)"):
+            HFRewardModelWrapper(model, tokenizer=tokenizer).score_texts(one)
     with pytest.raises(TypeError, match="list of keys"):
         HFRewardModelWrapper(model, tokenizer=tokenizer, input_key=3)
     small = tiny_reward_model(tmp_path, vocab_size=100)

@@ -43,6 +43,9 @@ class BufferCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers c
             by then: give it ``num_batches=None``.
 
     Notes:
+        Some trainers look at a row when they are made. In a process that resumes with an empty buffer, fill it before:
+        ``load_buffer(replay_buffer, "<output_dir>/checkpoint-<step>/replay_buffer")``.
+
         Where there are several ranks, rank 0 saves; each rank whose buffer holds rows, and rank 0, loads.
 
         With ``ignore_data_skip`` the trainer does not skip what it has trained on; the stream then begins where the

@@ -173,6 +173,12 @@ class _BufferExamples(ExamplesIterable):  # type: ignore[misc]
         yield from enumerate(rows)
         check_exhausted(self.dataset)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BufferExamples:
+        """Another place in the same buffer: ``datasets`` copies what it concatenates or interleaves."""
+        clone = copy.copy(self)
+        clone._state_dict = copy.deepcopy(self._state_dict, memo)
+        return clone
+
     def shift_rngs(self, value: int) -> _BufferExamples:
         """``datasets`` calls this with the epoch."""
         shifted = copy.copy(self)

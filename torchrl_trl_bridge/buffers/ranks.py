@@ -34,7 +34,10 @@ MESSAGES_AHEAD = 128
 """How far rank 0 may run ahead. A look through a batched ``map`` draws a thousand rows before the others draw any."""
 
 CONFIRMATION_SECONDS = 10.0
-"""How long rank 0 waits after the first row of a stream for the others to agree. Later it only looks."""
+"""How long rank 0 waits after the first row of a stream for the others to agree. Later it only looks.
+
+That long in vain once: a trainer that lets rank 0 look at rows before the others may does so several times.
+"""
 
 _LOOK_SECONDS = 0.25
 _UNDER_WAY = 8
@@ -267,6 +270,7 @@ class _Outbox:
         self.keeps: Any = None
         self.notice: str | None = None
         self.number = self.faulty = 0
+        self._patience = CONFIRMATION_SECONDS
         self.reports: dict[int, dict[str, Any]] = {}
         self.changed = threading.Condition()
         self.eager = False
@@ -320,8 +324,11 @@ class _Outbox:
                 )
 
     def wait_until_seen(self, number: int) -> None:
-        if self._wait(lambda: all(report["stream"] >= number for report in self._all_reports()), CONFIRMATION_SECONDS):
+        if self._wait(lambda: all(report["stream"] >= number for report in self._all_reports()), self._patience):
+            self._patience = CONFIRMATION_SECONDS
             self.check(number, 1)
+        else:
+            self._patience = _LOOK_SECONDS
         self._raise_failure()
 
     def wait_until_read(self, number: int, batches: int) -> None:

@@ -149,7 +149,8 @@ def wait_for_rows(replay_buffer: Any, draws: Draws, *, drawing: bool = True) -> 
         return
     if draws.timeout is None:
         raise RuntimeError(
-            f"{_state(replay_buffer, draws)}. Fill it before iterating, or pass timeout=<seconds> to wait for rows."
+            f"{_state(replay_buffer, draws)}. Fill it before iterating (load_buffer does from a "
+            "checkpoint), or pass timeout=<seconds> to wait for rows."
         )
     deadline = time.monotonic() + draws.timeout
     while time.monotonic() < deadline:

@@ -40,7 +40,9 @@ def save_buffer(replay_buffer: ReplayBuffer, folder: str | os.PathLike[str]) -> 
 
     Raises:
         ImportError: if ``safetensors`` is not installed.
-        TypeError: for rows that hold objects without an open form; it names the key.
+        NotADirectoryError: if ``folder`` is a file.
+        TypeError: if ``replay_buffer`` is not one, and for rows that hold objects without an open form; it names the
+            key.
         ValueError: if the storage has lost rows' strings already (a ``LazyMemmapStorage`` does).
 
     Notes:
@@ -62,7 +64,7 @@ def save_buffer(replay_buffer: ReplayBuffer, folder: str | os.PathLike[str]) -> 
         >>> restored[0]["text"], restored[0]["tokens"]
         ('abc', tensor([0, 1, 2]))
     """
-    _check_safetensors()
+    _check(replay_buffer, folder)
     compat.run_beside(replay_buffer, _save, os.path.abspath(folder))
 
 
@@ -76,14 +78,23 @@ def load_buffer(replay_buffer: ReplayBuffer, folder: str | os.PathLike[str]) -> 
 
     Raises:
         FileNotFoundError: if there is none.
+        NotADirectoryError: if ``folder`` is a file.
+        TypeError: if ``replay_buffer`` is not one.
         ImportError: if ``safetensors`` is not installed.
         ValueError: if it was written by a newer release in a format that this one does not know, or does not fit.
     """
-    _check_safetensors()
+    _check(replay_buffer, folder)
     compat.run_beside(replay_buffer, _load, os.path.abspath(folder))
 
 
-def _check_safetensors() -> None:
+def _check(replay_buffer: Any, folder: Any) -> None:
+    if not compat.is_replay_buffer(replay_buffer):
+        given = f"{type(replay_buffer).__name__}" + (
+            ": pass its replay_buffer" if hasattr(replay_buffer, "replay_buffer") else ""
+        )
+        raise TypeError(f"replay_buffer must be a torchrl ReplayBuffer instance, got {given}.")
+    if os.path.isfile(folder):
+        raise NotADirectoryError(f"{os.fspath(folder)!r} is a file, and a buffer is saved in a folder of its own.")
     if importlib.util.find_spec("safetensors") is None:
         raise ImportError(
             "saving a buffer needs the optional 'safetensors' dependency: "

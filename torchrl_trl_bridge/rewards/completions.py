@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from torchrl_trl_bridge.compat.tensordict import is_non_tensor_leaf
 from torchrl_trl_bridge.rewards.text import path_of
 from torchrl_trl_bridge.rollouts import Column, Path, read_columns
 
@@ -67,6 +68,8 @@ def read_completions(
         column = read.get(path) or read.get(("next", *path))
         if column is not None:
             values[name] = _plain(column)
+        elif any(is_non_tensor_leaf(batch.get(place, None)) for place in (path, ("next", *path))):
+            values[name] = [None] * len(prompts)  # there, and None in all rows
         elif columns is not None:
             raise KeyError(
                 f"columns={{{name!r}: {columns[name]!r}}}: that key is not in the rollouts, whose keys are "

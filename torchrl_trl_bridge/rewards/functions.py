@@ -17,7 +17,7 @@ from torchrl_trl_bridge.compat.trl import arguments_of_reward_functions
 from torchrl_trl_bridge.rewards.completions import read_completions
 from torchrl_trl_bridge.rewards.model import HFRewardModelWrapper
 from torchrl_trl_bridge.rewards.transforms import RewardTransform
-from torchrl_trl_bridge.scoring import RewardFunctions, name_of
+from torchrl_trl_bridge.scoring import RewardFunctions, load_classifier, name_of
 
 __all__ = ["TRLRewardTransform"]
 
@@ -60,6 +60,7 @@ class TRLRewardTransform(RewardTransform):
         TypeError: if a reward function is nothing that can be called.
         ValueError: if the numbers of functions, weights and tokenizers differ. On scoring: if a function returns
             another number of rewards than there are rollouts, or none applies to a rollout.
+        TypeError: on scoring, if a function returns anything but numbers and None.
         KeyError: on scoring, if a column or an argument that a function requires is not there.
 
     Examples:
@@ -113,6 +114,8 @@ class TRLRewardTransform(RewardTransform):
         self._given = {name: given[name] for name in arguments_of_reward_functions()}
 
     def rewards(self, rollouts: TensorDictBase) -> Mapping[NestedKey, torch.Tensor]:
+        if rollouts.batch_size.numel() == 0:
+            return {key: torch.zeros(rollouts.batch_size, device=rollouts.device) for key in self.out_keys}
         inputs = read_completions(rollouts, self._columns, self._processing_class)
         arguments: dict[str, Any] = {**inputs.columns, **self._given}
         if inputs.completion_ids is not None:
@@ -155,9 +158,7 @@ def _as_callable(function: Any, tokenizer: Any) -> Any:
             "reward_processing_classes=."
         )
     if isinstance(function, str):
-        from transformers import AutoModelForSequenceClassification
-
-        function = AutoModelForSequenceClassification.from_pretrained(function, num_labels=1)
+        function = load_classifier(function)
     if not isinstance(function, nn.Module):
         return function
     if tokenizer is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,6 +155,18 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
                 f"model must be a torch.nn.Module, got {type(model).__name__}. Load one with "
                 "AutoModelForSequenceClassification.from_pretrained(...)."
             )
+        _check_key("token_key", token_key)
+        _check_key("reward_key", reward_key)
+        _check_key("attention_mask_key", attention_mask_key, optional=True)
+        _check_key("reward_mask_key", reward_mask_key, optional=True)
+        if tokenizer is not None and not callable(tokenizer):
+            raise TypeError(
+                f"tokenizer must be that of the reward model, got {tokenizer!r}: load it with AutoTokenizer."
+            )
+        if not isinstance(chat_template_kwargs, (Mapping, NoneType)):
+            raise TypeError(f"chat_template_kwargs must be a mapping, got {chat_template_kwargs!r}.")
+        if not (output is None or isinstance(output, str) or callable(output)):
+            raise TypeError(f"output must be the name of the rewards in the output, or a callable, got {output!r}.")
         super().__init__()
         self.model = model
         self.register_load_state_dict_pre_hook(_take_names_of_torchrl)
@@ -230,10 +243,14 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
             float32 ``[len(texts)]``.
 
         Raises:
+            TypeError: if ``texts`` is one text.
             ValueError: if the wrapper has no tokenizer, or the model cannot score a text.
         """
         if self._text is None or self.per_token:
             raise ValueError("score_texts needs a wrapper made with tokenizer=, and without per_token=True.")
+        if isinstance(texts, (str, Mapping)) or (len(texts) and isinstance(texts[0], Mapping)):
+            one = "a conversation" if not isinstance(texts, str) else "a string"
+            raise TypeError(f"texts is a list of texts, and this is {one}: write score_texts([text]).")
         return self._score(self._cut(self._text.encode(texts, torch.Size([len(texts)]))))
 
     def padding_differences(self, tensordict: TensorDictBase) -> dict[str, float]:
@@ -423,6 +440,13 @@ def _check_finite(rewards: torch.Tensor, rows: TokenRows) -> None:
             f"{rows.names(wrong)}: the reward is not finite (NaN or infinite). Check the model's weights, or load it "
             "in float32 or bfloat16 if it overflows in float16."
         )
+
+
+def _check_key(name: str, key: Any, *, optional: bool = False) -> None:
+    if optional and key is None:
+        return
+    if not key or not (isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(k, str) for k in key))):
+        raise TypeError(f"{name} must be a string or a tuple of strings, got {key!r}.")
 
 
 def _at_least(name: str, value: int | None, least: int | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from tensordict.utils import NestedKey
 
 from torchrl_trl_bridge.compat.torchrl import score_step, scores_steps
@@ -19,6 +19,9 @@ from torchrl_trl_bridge.rewards.text import path_of
 from torchrl_trl_bridge.rollouts import Path, read_columns
 
 __all__ = ["as_trl_reward_func"]
+
+Outputs = Mapping[Path, Any]
+"""What a scorer wrote, by key: one value a completion."""
 
 
 def as_trl_reward_func(
@@ -50,7 +53,8 @@ def as_trl_reward_func(
     content of its last message), ``("tokens", "response")`` from ``completion_ids`` (and, with ``tokenizer``,
     ``"prompt"`` and ``"full"``), ``("masks", "all_attention_mask")``, and the columns of the dataset, for a transform
     also in the next tensordict, where TorchRL's parsers look for the answer. Only what is read is made. A transform is
-    given a ``ChatEnv`` as parent, in the mode that fits: conversations or text.
+    given a ``ChatEnv`` as parent, in the mode that fits: conversations or text. Completions differ in length: a
+    ``TensorDictModule``, which reads one tensor, is called with those of one length at a time.
 
     Returns:
         A reward function with a ``__name__``; it can be pickled if the scorer can. It gives one float per completion,
@@ -71,6 +75,8 @@ def as_trl_reward_func(
         >>> reward.__name__
         'high'
         >>> reward(prompts=["2 + 2?"] * 2, completions=["4", "5"], completion_ids=[[7, 1], [8, 2]])
+        [4.0, 5.0]
+        >>> reward(prompts=["2 + 2?"] * 2, completions=["4", "five"], completion_ids=[[7, 1], [8, 2, 5]])
         [4.0, 5.0]
     """
     return _RewardFunction(scorer, reward_key, name, tokenizer, log_outputs)
@@ -115,14 +121,13 @@ class _RewardFunction:
         conversational = not isinstance(prompts[0], str)
         offer = _Offer(prompts, completions, completion_ids, columns, self._tokenizer, conversational)
         with torch.no_grad():
-            written = self._scorer.score(offer, self.__name__)
-        outputs = {path: column.values for path, column in read_columns(written).items()}
+            outputs = self._scorer.score(offer, self.__name__)
         rewards = self._rewards(outputs, rows)
         if self._log_outputs and log_metric is not None:
             self._log(outputs, log_metric)
         return [None if math.isnan(reward) else reward for reward in rewards]
 
-    def _rewards(self, outputs: Mapping[Path, Any], rows: int) -> list[float]:
+    def _rewards(self, outputs: Outputs, rows: int) -> list[float]:
         values = outputs.get(path_of(self._reward_key))
         if values is None:
             raise KeyError(
@@ -137,7 +142,7 @@ class _RewardFunction:
             )
         return numbers
 
-    def _log(self, outputs: Mapping[Path, Any], log_metric: Callable[[str, float], None]) -> None:
+    def _log(self, outputs: Outputs, log_metric: Callable[[str, float], None]) -> None:
         for path, values in outputs.items():
             tensors = [value for value in values if isinstance(value, (torch.Tensor, int, float))]
             if path == path_of(self._reward_key) or not tensors:
@@ -262,14 +267,58 @@ class _Module:
     def __init__(self, module: TensorDictModuleBase) -> None:
         self.module = module
 
-    def score(self, offer: _Offer, name: str) -> TensorDictBase:
+    def score(self, offer: _Offer, name: str) -> Outputs:
         paths = [path_of(key) for key in self.module.in_keys]
         missing = offer.missing(paths)
         if missing:
             raise _missing(name, missing, offer)
+        batch = offer.make(paths)
+        ragged = _ragged(batch, paths)
+        outputs: dict[Path, list[Any]] = {}
         with eval_mode(self.module):  # no gradient will want its dropout
-            written = self.module(offer.make(paths))
-        return written.select(*self.module.out_keys)
+            for rows in _of_one_shape(ragged) if _stacks(self.module, ragged) else [range(len(offer))]:
+                part = batch if len(rows) == len(offer) else lazy_stack([batch[i] for i in rows])
+                for path, column in read_columns(self._written(part, ragged, name)).items():
+                    values = outputs.setdefault(path, [None] * len(offer))
+                    for i, value in zip(rows, column.values, strict=True):
+                        values[i] = value
+        return outputs
+
+    def _written(self, batch: TensorDictBase, ragged: Mapping[Path, Any], name: str) -> TensorDictBase:
+        try:
+            return self.module(batch).select(*self.module.out_keys)
+        except RuntimeError as error:
+            if not ragged or _stacks(self.module, ragged):
+                raise
+            raise RuntimeError(
+                f"the scorer {name!r} failed where {', '.join(map('.'.join, ragged))} is of another length in each "
+                "completion, so that there is no one tensor of it. Read the rows one by one, or make the scorer of "
+                f"TensorDictModules, which are given completions of one length at a time. {error}"
+            ) from error
+
+
+def _ragged(batch: TensorDictBase, paths: Sequence[Path]) -> dict[Path, list[Any]]:
+    """The tensors that differ in shape between rows, and these shapes."""
+    shapes = {
+        path: [value.shape for value in column.values]
+        for path, column in read_columns(batch, paths).items()
+        if all(isinstance(value, torch.Tensor) for value in column.values)
+    }
+    return {path: of_rows for path, of_rows in shapes.items() if len(set(of_rows)) > 1}
+
+
+def _of_one_shape(ragged: Mapping[Path, list[Any]]) -> list[list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, shapes in enumerate(zip(*ragged.values(), strict=True)):
+        groups.setdefault(shapes, []).append(i)
+    return list(groups.values())
+
+
+def _stacks(module: Any, ragged: Mapping[Path, Any]) -> bool:
+    """Whether a module reads one of these keys as one tensor of all rows, as a ``TensorDictModule`` does."""
+    if isinstance(module, TensorDictSequential):
+        return any(_stacks(part, ragged) for part in module)
+    return isinstance(module, TensorDictModule) and any(path_of(key) in ragged for key in module.in_keys)
 
 
 class _Transform:
@@ -280,7 +329,7 @@ class _Transform:
         self.tokenizer = tokenizer
         self._in_mode: dict[str, Any] = {}
 
-    def score(self, offer: _Offer, name: str) -> TensorDictBase:
+    def score(self, offer: _Offer, name: str) -> Outputs:
         mode = "history" if offer.conversational else "text"
         transform = self._transform_in(mode)
         paths = [path_of(key) for key in transform.in_keys or ()]
@@ -295,7 +344,7 @@ class _Transform:
             if missing:
                 raise _missing(name, missing, offer) from error
             raise
-        return after.exclude(*offer.columns)
+        return {path: column.values for path, column in read_columns(after.exclude(*offer.columns)).items()}
 
     def _transform_in(self, mode: str) -> Any:
         if mode not in self._in_mode:
