@@ -61,7 +61,7 @@ def tiny_causal_lm(
 
     Args:
         folder: where the model and its tokenizer are saved and loaded from, since some trainers read the path that a
-            model came from.
+            model came from. In a run of several processes transformers saves on rank 0 only: make it before they start.
         tokenizer: gives the vocabulary; :func:`tiny_tokenizer` by default.
         seed: of the random weights. The global generator is left as it was.
         config: changes to the :class:`transformers.LlamaConfig`, such as ``hidden_size=64``.

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torchrl.data import LazyMemmapStorage, LazyStackStorage, ListStorage, ReplayBuffer
+from torchrl.data import LazyMemmapStorage, LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 
 from tests.features import has, needs
 from torchrl_trl_bridge import TorchRLBufferDataset, extend_from_dataset
@@ -273,6 +273,10 @@ def test_other_objects_are_refused() -> None:
         extend_from_dataset([], dataset)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LazyMemmapStorage"):
         extend_from_dataset(buffer(LazyMemmapStorage), dataset)
+    refusing = buffer(LazyTensorStorage)
+    with pytest.raises(ValueError, match=r"LazyTensorStorage, which takes rows of one shape.*LazyStackStorage"):
+        extend_from_dataset(refusing, mapped([{"text": "a"}, {"text": "abc"}]), tokenizer=tiny_tokenizer())
+    assert len(refusing) == 0
 
 
 def test_an_empty_dataset_writes_nothing() -> None:

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import (
     LazyMemmapStorage,
     LazyStackStorage,
+    LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
     SamplerWithoutReplacement,
@@ -287,6 +288,7 @@ def test_a_wrong_number_of_rewards_names_the_function() -> None:
         ((buffer(), 3), TypeError, "must be callable, a model or the path of one, got 3"),
         ((buffer(), []), ValueError, "no reward function"),
         ((buffer(LazyMemmapStorage), length), ValueError, "LazyMemmapStorage"),
+        ((buffer(LazyTensorStorage), length), ValueError, "LazyTensorStorage, which takes rows of one shape"),
     ],
 )
 def test_mistakes_are_found_when_it_is_made(arguments: Any, error: type, words: str) -> None:

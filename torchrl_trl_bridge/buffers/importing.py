@@ -62,7 +62,7 @@ def extend_from_dataset(
         TypeError: if this is no replay buffer, or no dataset (of a ``DatasetDict``, pass one split).
         ValueError: for a row that does not fit its type, naming the row and the column; nothing of its batch is
             written, the batches before it are. For columns of no type, or named as the keys of a rollout; for a storage
-            that keeps one string for all rows.
+            that keeps one string for all rows, or takes rows of one shape only.
 
     Notes:
         Conversations become ``("history", ...)``, text becomes ``("text", ...)``, with ``prompt``, ``response`` and

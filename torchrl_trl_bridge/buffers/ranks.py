@@ -458,7 +458,8 @@ def _collect(outbox: _Outbox, store: Any) -> None:
 def _disagreement(what: str) -> str:
     return (
         f"the ranks of this run do not iterate the same dataset: {what}. Rank 0 draws the rows of all ranks: make the "
-        "same dataset on each of them, and either fill the buffer on rank 0 only, or alike on all."
+        "same dataset on each of them, and either fill the buffer on rank 0 only, or alike on all (a RolloutRecorder "
+        "does so with ranks='first')."
     )
 
 

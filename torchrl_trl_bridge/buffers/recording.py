@@ -43,14 +43,15 @@ class RolloutRecorder:
         tokenizer: for the token ids of prompts and the text of conversations. Default: the trainer's own; outside of a
             trainer, none, and rows go without them.
         ranks: in a run of several processes, ``"each"`` writes its own rows to its own ``replay_buffer``, or
-            ``"first"`` writes those of all ranks.
+            ``"first"`` writes those of all ranks. A buffer that is to feed the next trainer of these processes wants
+            ``"first"``: rank 0 draws for all of them.
         evaluation: also record what is scored during evaluation.
 
     Raises:
         TypeError: if ``replay_buffer`` is not a replay buffer, or ``reward_func`` nothing that GRPOTrainer takes.
-        ValueError: for an unknown ``ranks``, and a storage that keeps one string for all rows. While training: for a
-            dataset column that has the name of a rollout's key. What the buffer raises passes through, on all ranks,
-            and ends the training: no rollout is lost in silence.
+        ValueError: for an unknown ``ranks``, and a storage that keeps one string for all rows, or takes rows of one
+            shape only. While training: for a dataset column that has the name of a rollout's key. What the buffer
+            raises passes through, on all ranks, and ends the training: no rollout is lost in silence.
 
     Notes:
         A row holds ``("text", ...)`` and, for conversations, ``("history", ...)``, each with ``prompt``, ``response``

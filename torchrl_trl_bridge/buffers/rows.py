@@ -87,11 +87,17 @@ def all_kept() -> Iterator[None]:
 
 
 def check_storage(replay_buffer: Any) -> None:
-    """Raises where the storage would keep one row's strings for all rows."""
+    """Raises ValueError where the storage keeps one row's strings for all rows, or takes rows of one shape only."""
     if compat.shares_strings_between_rows(replay_buffer):
         raise ValueError(
             "the buffer has a LazyMemmapStorage, which keeps the first row's strings and messages for every row: the "
             "others would be lost. Use a LazyStackStorage or a ListStorage."
+        )
+    storage = compat.storage_of_one_shape(replay_buffer)
+    if storage is not None:
+        raise ValueError(
+            f"the buffer has a {storage}, which takes rows of one shape, and these differ in length. Use a "
+            "LazyStackStorage or a ListStorage."
         )
 
 

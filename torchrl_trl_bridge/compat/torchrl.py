@@ -71,6 +71,7 @@ __all__ = [
     "shares_strings_between_rows",
     "state_of",
     "stays_in_its_process",
+    "storage_of_one_shape",
     "stored_content",
     "stored_rows",
     "without_prefetched",
@@ -346,6 +347,17 @@ def _shares_strings(replay_buffer: Any) -> bool:
     if buffers is not None:
         return any(_shares_strings(buffer) for buffer in buffers)
     return isinstance(replay_buffer.storage, LazyMemmapStorage)
+
+
+def storage_of_one_shape(replay_buffer: Any) -> str | None:
+    """The storage, by name, that holds all rows in tensors of one shape; None where there is none."""
+    name: str | None = run_beside(replay_buffer, _storage_of_one_shape)
+    return name
+
+
+def _storage_of_one_shape(replay_buffer: Any) -> str | None:
+    storages = [buffer.storage for buffer in members(replay_buffer) or [replay_buffer]]
+    return next((type(storage).__name__ for storage in storages if isinstance(storage, TensorStorage)), None)
 
 
 def read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:

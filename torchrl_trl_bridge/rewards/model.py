@@ -80,7 +80,9 @@ class HFRewardModelWrapper(TensorDictModuleBase):  # type: ignore[misc]  # tenso
         pad_token_id: the padding id for a model whose config has none. Without a mask key it is also stripped from both
             ends of each row.
         max_length: score only the last ``max_length`` tokens of each row: the truncation is on the left, whatever the
-            tokenizer's ``truncation_side``. None: a row that is too long is an error.
+            tokenizer's ``truncation_side``. None: a row that is too long is an error. Too long is what a table of
+            positions ends before (GPT-2, BERT); rotary and relative positions (Llama, T5) go on, beyond
+            ``max_position_embeddings`` too: bound those with ``max_length`` where the model was not trained for it.
         label: the column that is the reward, of a model that scores several labels: its index, or its name in
             ``config.id2label``.
         output: where the rewards are in the model's output: a name, such as ``"score"`` or ``"end_scores"``, or a
