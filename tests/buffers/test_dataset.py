@@ -105,7 +105,6 @@ def test_seed_and_timeout_are_checked(name: str, value: Any, error: type[Excepti
         TorchRLBufferDataset(buffer_of(torch.arange(3)), 2, **{name: value})
 
 
-@needs("trl_interop")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7"])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
     if torch.cuda.is_available():
@@ -120,6 +119,7 @@ def test_streaming_is_true_or_false(streaming: Any) -> None:
         TorchRLBufferDataset(buffer_of(torch.arange(3)), 2).as_hf_dataset(streaming=streaming)
 
 
+@needs("trl_interop")
 def test_repr_shows_the_arguments_as_torchrls_does() -> None:
     replay_buffer = buffer_of(TensorDict({"x": torch.arange(3)}, [3]))
     assert repr(TorchRLBufferDataset(replay_buffer, 2, num_batches=3)) == repr(
@@ -441,13 +441,20 @@ def test_rows_of_several_dtypes_keep_their_values(storage: type, make: Any, seed
             dataset.as_hf_dataset(streaming=False)
 
 
-def test_what_is_drawn_here_leaves_the_buffer_as_it_was() -> None:
-    replay_buffer = ReplayBuffer(storage=ListStorage(2), transform=AddsKey([]), batch_size=2)
-    replay_buffer.extend([row.clone() for row in ROWS_OF_TWO_DTYPES])
-    before = dict(vars(replay_buffer))
-    list(TorchRLBufferDataset(replay_buffer, 2, num_batches=3))
+@pytest.mark.parametrize("make", [lambda **parts: ReplayBuffer(transform=AddsKey([]), **parts), TensorDictReplayBuffer])
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_what_is_drawn_here_leaves_the_buffer_as_it_was(storage: type, make: Any, seed: int | None) -> None:
+    replay_buffer = make(storage=storage(2), batch_size=2)
+    for row in ROWS_OF_TWO_DTYPES:
+        replay_buffer.add(row.clone())
+    before, keys = dict(vars(replay_buffer)), [set(row.keys()) for row in replay_buffer.storage._storage]
+    dataset = TorchRLBufferDataset(replay_buffer, 2, num_batches=3, seed=seed)
+    assert {"added", "index"} & set(next(iter(dataset)))
+    if hasattr(datasets, "Json"):
+        assert len(dataset.as_hf_dataset(streaming=False)) == 2
     assert vars(replay_buffer) == before
-    assert all(set(row.keys()) == {"id", "n"} for row in replay_buffer.storage._storage)
+    assert [set(row.keys()) for row in replay_buffer.storage._storage] == keys
 
 
 @pytest.mark.parametrize("rows", [[torch.tensor(1), torch.tensor(0.5)], [(torch.tensor(1),), (torch.tensor(0.5),)]])

@@ -213,13 +213,13 @@ WRONG = {
 }
 
 
-WRONG_IN_A_STREAM = [
-    pytest.param(*case, id=name, marks=needs(f"streams in {name.upper()}") if name in ("grpo", "kto") else ())
-    for name, case in WRONG.items()
-]
-
-
-@pytest.mark.parametrize(("trainer", "config", "columns", "message"), WRONG_IN_A_STREAM)
+@pytest.mark.parametrize(
+    ("trainer", "config", "columns", "message"),
+    [
+        pytest.param(*case, id=name, marks=needs(f"streams in {name.upper()}") if name in ("grpo", "kto") else ())
+        for name, case in WRONG.items()
+    ],
+)
 def test_columns_of_the_wrong_type(
     trainer: type, config: type, columns: str, message: str, rollouts: Callable[..., ReplayBuffer], tmp_path: Path
 ) -> None:

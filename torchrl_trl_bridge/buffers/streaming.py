@@ -14,8 +14,8 @@ from torchrl_trl_bridge.buffers.ranks import Ranks, RanksOf
 from torchrl_trl_bridge.buffers.sampling import Batch, Draws, Share, draw_batches, loses_unused_rows
 from torchrl_trl_bridge.buffers.transfer import to_rows
 from torchrl_trl_bridge.buffers.workers import check_worker, in_worker, worker_seed
-from torchrl_trl_bridge.compat import torchrl as compat
 from torchrl_trl_bridge.compat.accelerate import dispatches
+from torchrl_trl_bridge.compat.exchanging import may_give_stored_rows
 from torchrl_trl_bridge.rollouts import Column
 
 STATE_VERSION = 1
@@ -97,7 +97,7 @@ class Stream:
             )
         repeats = in_worker()
         keeps = keeps and (ranks is None or ranks.draws)
-        copies = keeps or compat.may_give_stored_rows(self.replay_buffer)
+        copies = keeps or may_give_stored_rows(self.replay_buffer)
         seen = dict.fromkeys(names)
         first = True
         for batch in batches:

@@ -1,22 +1,21 @@
-"""What differs between releases of TorchRL, and every private name of its replay buffers that the bridge uses."""
+"""What differs between releases of TorchRL, and the private names of its replay buffers that the bridge uses."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import copy
-import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.data
 import torchrl.data.replay_buffers as torchrl_buffers
-from tensordict import is_non_tensor, is_tensor_collection, lazy_stack
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from tensordict import is_non_tensor, is_tensor_collection
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers import (
     LazyMemmapStorage,
     ListStorage,
@@ -31,11 +30,11 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.samplers import SamplerEnsemble
 
-from torchrl_trl_bridge.compat.tensordict import MetaData, stacked_rows
+from torchrl_trl_bridge.compat.exchanging import as_stored, seeded, shallow_copy
+from torchrl_trl_bridge.compat.tensordict import MetaData
 
-# Came with torchrl 0.14, the stale-row sampler with 0.12; an empty tuple makes `isinstance` false on older ones.
+# Came with torchrl 0.14; an empty tuple makes `isinstance` false on older ones.
 _CONSUMING: Any = getattr(torchrl_buffers, "ConsumingSampler", ())
-_STALENESS_AWARE: Any = getattr(torchrl_buffers, "StalenessAwareSampler", ())
 
 __all__ = [
     "advance_seeded",
@@ -51,7 +50,6 @@ __all__ = [
     "keep_whole_in_forks",
     "keeps_objects",
     "keys_added_by_sampling",
-    "may_give_stored_rows",
     "members",
     "part_names",
     "place",
@@ -157,16 +155,12 @@ def sample(replay_buffer: Any, batch_size: int) -> Any:
 
 def _sample(replay_buffer: Any, batch_size: int) -> Any:
     if _iterates_itself(replay_buffer, batch_size) and _can_sample(replay_buffer, batch_size):
-        with _values_as_stored(replay_buffer):
-            return next(iter(replay_buffer.as_dataset(num_batches=1)))
-    return _drawn(replay_buffer, batch_size)
+        return next(iter(as_stored(replay_buffer).as_dataset(num_batches=1)))
+    return _drawn(as_stored(replay_buffer), batch_size)
 
 
 def _drawn(replay_buffer: Any, batch_size: int) -> Any:
-    if not _can_sample(replay_buffer, batch_size):
-        return None
-    with _values_as_stored(replay_buffer):
-        return replay_buffer.sample(batch_size)
+    return replay_buffer.sample(batch_size) if _can_sample(replay_buffer, batch_size) else None
 
 
 def _iterates_itself(replay_buffer: Any, batch_size: int) -> bool:
@@ -271,7 +265,7 @@ def without_prefetched(replay_buffer: Any) -> Any:
         return replay_buffer.client() if hasattr(replay_buffer, "client") else replay_buffer
     if not isinstance(replay_buffer, ReplayBuffer):
         return replay_buffer
-    clone = _shallow_copy(replay_buffer)
+    clone = shallow_copy(replay_buffer)
     # Pickling waits for the prefetching threads and takes along what they drew (torchrl 0.11 to 0.14).
     clone.__dict__["_prefetch_queue"] = collections.deque()
     buffers = members(replay_buffer)
@@ -279,22 +273,16 @@ def without_prefetched(replay_buffer: Any) -> Any:
         clone.__dict__["_rbs"] = type(replay_buffer._rbs)(map(without_prefetched, buffers))
         return clone
     # The storage refers to the buffers that use it, and the writer to the storage.
-    storage = clone.__dict__["_storage"] = _shallow_copy(replay_buffer._storage)
+    storage = clone.__dict__["_storage"] = shallow_copy(replay_buffer._storage)
     attached = storage.__dict__.get("_attached_entities_list")
     if attached is not None:
         storage.__dict__["_attached_entities_list"] = [
             clone if entity is replay_buffer else entity for entity in attached
         ]
-    writer = clone.__dict__["_writer"] = _shallow_copy(replay_buffer._writer)
+    writer = clone.__dict__["_writer"] = shallow_copy(replay_buffer._writer)
     if writer.__dict__.get("_storage") is replay_buffer._storage:
         writer.__dict__["_storage"] = storage
     return clone
-
-
-def _shallow_copy(part: Any) -> Any:
-    copied = object.__new__(type(part))  # `copy.copy` would go through what pickling does
-    copied.__dict__.update(part.__dict__)
-    return copied
 
 
 _WHOLE_IN_FORKS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -371,8 +359,7 @@ def read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:
 def _read_rows(replay_buffer: Any, indices: torch.Tensor) -> Any:
     buffers = members(replay_buffer)
     if buffers is None and getattr(replay_buffer.storage, "ndim", 1) == 1:
-        with _values_as_stored(replay_buffer):
-            return replay_buffer[indices]
+        return as_stored(replay_buffer)[indices]
     if buffers is None:  # `ReplayBuffer.__getitem__` takes no coordinates, which storages of more dimensions need
         coordinates = torch.unravel_index(indices, replay_buffer.storage.shape)
         return _transformed(replay_buffer, replay_buffer._collate_fn(replay_buffer.storage.get(coordinates)))
@@ -390,103 +377,8 @@ def _transformed(replay_buffer: Any, rows: Any) -> Any:
     transform = replay_buffer._transform
     if transform is None or not len(transform):
         return rows
-    with rows.unlock_():
+    with rows.copy().unlock_() as rows:  # the members' own rows stay as they are
         return transform(rows)
-
-
-# Stacking: the rows of a ListStorage are stacked into tensors, which gives rows of several dtypes the widest one, and
-# so changes values: 2**53 + 1 beside a float, True beside an int (torchrl 0.11 to 0.14).
-
-
-@contextlib.contextmanager
-def _values_as_stored(replay_buffer: Any) -> Iterator[None]:
-    """Lets the buffer stack its rows in a way that changes no value. A ``collate_fn`` of the user's own stays."""
-    exchanged = _exchanged_stacking(replay_buffer) if isinstance(replay_buffer, ReplayBuffer) else {}
-    if not exchanged:
-        yield
-        return
-    with _held(replay_buffer):
-        # A batch that was prefetched is stacked already.
-        exchanged["_prefetch"] = False
-        own = {field: vars(replay_buffer)[field] for field in exchanged}
-        vars(replay_buffer).update(exchanged)
-        try:
-            yield
-        finally:
-            vars(replay_buffer).update(own)
-
-
-def _exchanged_stacking(replay_buffer: Any) -> dict[str, Any]:
-    """The fields of a buffer that hold TorchRL's function to stack rows, with another one in its place."""
-    if members(replay_buffer) is not None:
-        return {
-            "_collate_fn_val": _value_keeping(replay_buffer._collate_fn_val),
-            "_collate_fns": list(map(_value_keeping, replay_buffer._collate_fns)),
-        }
-    stack = replay_buffer._collate_fn
-    if not _changes_values(stack):
-        return {}
-    # Not stacking is also the fastest. But what a transform or a sub-class sets would reach the stored rows.
-    transform = replay_buffer._transform
-    leaves_rows_alone = type(replay_buffer) is ReplayBuffer and (transform is None or not len(transform))
-    return {"_collate_fn": functools.partial(_side_by_side if leaves_rows_alone else _stacked_if_of_one_dtype, stack)}
-
-
-def _changes_values(collate: Any) -> bool:
-    # By name: the function is another object after its first call, which picks the one for the torch that there is.
-    return getattr(collate, "__name__", None) == "_stack_anything"
-
-
-def _value_keeping(collate: Any) -> Any:
-    return functools.partial(_stacked_if_of_one_dtype, collate) if _changes_values(collate) else collate
-
-
-def _side_by_side(stack: Callable[[Any], Any], rows: list[Any]) -> Any:
-    return lazy_stack(rows) if is_tensor_collection(rows[0]) else _stacked_if_of_one_dtype(stack, rows)
-
-
-def _stacked_if_of_one_dtype(stack: Callable[[Any], Any], rows: list[Any]) -> Any:
-    """Stacks rows or batches, or puts them side by side where stacking would change their values.
-
-    Raises:
-        ValueError: for rows of several dtypes that are no tensordicts, which cannot be put so.
-    """
-    dtypes: dict[Any, set[torch.dtype]] = collections.defaultdict(set)
-    for row in rows:
-        for key, leaf in _tensors_of(row):
-            dtypes[key].add(leaf.dtype)
-    mixed = {key: kinds for key, kinds in dtypes.items() if len(kinds) > 1}
-    if not mixed:
-        return stack(rows)
-    if is_tensor_collection(rows[0]):
-        return lazy_stack([row.copy() for row in rows])
-    key, kinds = next(iter(mixed.items()))
-    raise ValueError(
-        f"the rows of a ListStorage hold {''.join(map(str, key)) or 'tensors'} as {sorted(map(str, kinds))}, which "
-        "TorchRL stacks into one dtype, so that values change. Write rows of one dtype, or tensordicts."
-    )
-
-
-def _tensors_of(row: Any) -> Iterable[tuple[Any, torch.Tensor]]:
-    if not is_tensor_collection(row):
-        return ((key, leaf) for key, leaf in tree_flatten_with_path(row)[0] if isinstance(leaf, torch.Tensor))
-    rows = stacked_rows(row)
-    if rows is not None:
-        return (item for inner in rows for item in _tensors_of(inner))
-    return ((key, leaf) for key, leaf in row.items(True, True) if isinstance(leaf, torch.Tensor))
-
-
-def may_give_stored_rows(replay_buffer: Any) -> bool:
-    """Whether a tensor of a batch may be one that the buffer stores, as a ``collate_fn`` of the user's own can give."""
-    if not isinstance(replay_buffer, ReplayBuffer) or _actor(replay_buffer) is not None:
-        return False
-    buffers = members(replay_buffer)
-    if buffers is not None:
-        functions = [replay_buffer._collate_fn_val, *replay_buffer._collate_fns]
-    else:
-        functions = [replay_buffer._collate_fn]
-    names = {getattr(function, "__name__", None) for function in functions}
-    return not names <= {"_collate_id", "_stack_anything", "lazy_stack"}
 
 
 def private_sampler(replay_buffer: Any) -> Any:
@@ -535,8 +427,8 @@ def sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) 
 
 def _sample_seeded(replay_buffer: Any, batch_size: int, seed: int, sampler: Any) -> tuple[Any, Any]:
     # `sample` itself is called, not its parts, because it adds what each kind of buffer adds to a batch.
-    with _seeded(replay_buffer, seed, sampler):
-        return _drawn(replay_buffer, batch_size), sampler
+    with seeded(replay_buffer, seed, sampler) as drawing:
+        return _drawn(drawing, batch_size), sampler
 
 
 def advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sampler: Any) -> Any:
@@ -546,68 +438,9 @@ def advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sample
 
 def _advance_seeded(replay_buffer: Any, batch_size: int, seeds: list[int], sampler: Any) -> Any:
     for seed in seeds:
-        with _seeded(replay_buffer, seed, sampler):
+        with seeded(replay_buffer, seed, sampler):
             sampler.sample(replay_buffer._storage, batch_size)
     return sampler
-
-
-@contextlib.contextmanager
-def _seeded(replay_buffer: Any, seed: int, sampler: Any) -> Iterator[None]:
-    """Lets the buffer draw with ``sampler`` and a generator of its own."""
-    device = getattr(replay_buffer._storage, "device", None)  # random indices are drawn where the storage is
-    generator = torch.Generator(device if isinstance(device, torch.device) else "cpu").manual_seed(seed)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_held(replay_buffer))
-        stack.enter_context(_exchanged(replay_buffer, sampler, generator))
-        stack.enter_context(_global_generator(replay_buffer._sampler, seed))
-        yield
-
-
-@contextlib.contextmanager
-def _held(replay_buffer: Any) -> Iterator[None]:
-    """Lets no other thread see parts that are exchanged."""
-    with contextlib.ExitStack() as stack:
-        # In the order in which `sample` takes them: a buffer that prefetches waits for its draws, which need the second
-        # lock, while it holds the first.
-        for buffer in [replay_buffer, *(members(replay_buffer) or ())]:
-            stack.enter_context(buffer._futures_lock)
-            stack.enter_context(buffer._replay_lock)
-        yield
-
-
-@contextlib.contextmanager
-def _exchanged(replay_buffer: Any, sampler: Any, generator: torch.Generator) -> Iterator[None]:
-    """Puts ``sampler`` and ``generator`` in the place of the buffer's own, without prefetched batches."""
-    own_sampler = replay_buffer._sampler
-    used = own_sampler if sampler is None else sampler
-    holders = _holders(replay_buffer._storage, "_storages") + _holders(used, "_samplers")
-    generators = [holder._rng for holder in holders]
-    prefetch = replay_buffer._prefetch
-    try:
-        replay_buffer._sampler, replay_buffer._prefetch = used, False
-        for holder in holders:
-            holder._rng = generator
-        yield
-    finally:
-        # An ensemble sets the generator of its members with its own, so that its members come after it.
-        for holder, own_generator in zip(holders, generators, strict=True):
-            holder._rng = own_generator
-        replay_buffer._sampler, replay_buffer._prefetch = own_sampler, prefetch
-
-
-def _holders(part: Any, of_members: str) -> list[Any]:
-    return [part, *(holder for member in getattr(part, of_members, ()) for holder in _holders(member, of_members))]
-
-
-@contextlib.contextmanager
-def _global_generator(sampler: Any, seed: int) -> Iterator[None]:
-    """Seeds torch's global generator for the samplers that draw from it (torchrl 0.12 to 0.14: the stale-row one)."""
-    if not any(isinstance(holder, _STALENESS_AWARE) for holder in _holders(sampler, "_samplers")):
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
 
 
 def append_transform(replay_buffer: Any, transform: Any) -> None:
