@@ -141,7 +141,7 @@ def load_classifier(path: str) -> Any:
 
     try:
         return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # what has too many slashes for a hub id is a ValueError to some releases
         raise OSError(
             f"the reward function {path!r}: a string is the path or hub id of a sequence classifier, and none can be "
             f"loaded from there. {error}"

@@ -136,7 +136,7 @@ def test_a_column_that_is_none_for_all(columns):
 
 def test_no_rollouts():
     seen = Seen()
-    out = TRLRewardTransform([seen, one])(texts()[:0])
+    out = TRLRewardTransform([seen, one])(TensorDict({"answer": torch.zeros(0)}, [0]))
     assert out["next", "reward"].shape == (0, 1, 1)
     assert out["next", "rewards", "one"].shape == (0, 1, 1)
     assert not hasattr(seen, "called")
