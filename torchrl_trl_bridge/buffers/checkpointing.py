@@ -28,8 +28,8 @@ class BufferCheckpoint(TrainerCallback):  # type: ignore[misc]  # transformers c
 
     A run that resumes (``Trainer.train(resume_from_checkpoint=...)``) trains on the rows that it would have trained on
     without a stop, although the buffer has changed while it ran: what the trainer had drawn ahead is saved too. That
-    holds without a seed if the buffer has a generator of its own (``ReplayBuffer(generator=...)``). The buffer goes
-    with its checkpoint when ``save_total_limit`` removes that.
+    holds without a seed if the buffer has a generator of its own (``ReplayBuffer(generator=...)``) and prefetches
+    nothing. The buffer goes with its checkpoint when ``save_total_limit`` removes that.
 
     A seeded dataset on a buffer that does not change needs none of this.
 
