@@ -11,9 +11,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
@@ -21,6 +21,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from torchrl_trl_bridge import CollectCallback, TorchRLBufferDataset
+from torchrl_trl_bridge.buffers.collecting import _Ages
+from torchrl_trl_bridge.compat import exchanging
 from torchrl_trl_bridge.compat.weights import copy_weights, unwrapped
 from torchrl_trl_bridge.tiny import tiny_causal_lm, tiny_tokenizer
 
@@ -103,6 +105,16 @@ def test_it_collects_stamps_and_logs(own_buffer: bool, model: Any, tmp_path: Pat
     trainer.train()
     assert logs_of(trainer)[-1]["collect/age"] > 0
     assert not len(replay_buffer.transform)
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_the_age_of_rows_costs_no_copy_of_them(storage: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_buffer = ReplayBuffer(storage=storage(4), transform=_Ages())
+    replay_buffer.add(TensorDict({"policy_version": torch.tensor(0)}))
+    for name in ("_copied", "_stacked_if_of_one_dtype"):
+        monkeypatch.setattr(exchanging, name, lambda *args: pytest.fail("the rows were copied"))
+    assert len(list(TorchRLBufferDataset(replay_buffer, 4))) == 4
+    assert replay_buffer.transform[0].mean() == 0
 
 
 def test_what_reports_a_log_sees_it(model: Any, tmp_path: Path) -> None:

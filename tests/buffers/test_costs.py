@@ -99,7 +99,7 @@ def test_a_row_that_the_consumer_drops_is_let_go(storage: type) -> None:
 
 
 @in_both_forms
-@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, LazyStackStorage])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_operations_on_tensors_do_not_grow_with_the_batch(storage: type, form: Any) -> None:
     replay_buffer = buffer_of(storage)
     counts = [operations(exhaust(form(TorchRLBufferDataset(replay_buffer, size)))).names for size in (16, 128)]

@@ -224,6 +224,8 @@ def _stamp_rows(collector: Any, callback: CollectCallback) -> None:
 class _Ages(Transform):  # type: ignore[misc]  # torchrl comes without types
     """Notes the age of the rows that are drawn from a buffer."""
 
+    only_reads = True  # so that no rows are copied for it (compat/exchanging.py)
+
     def __init__(self) -> None:
         super().__init__()
         self.version = 0

@@ -17,7 +17,7 @@ from tensordict import is_tensor_collection, lazy_stack
 from torch.utils._pytree import tree_flatten_with_path
 from torchrl.data.replay_buffers import ListStorage, ReplayBuffer, ReplayBufferEnsemble
 
-from torchrl_trl_bridge.compat.tensordict import stacked_rows
+from torchrl_trl_bridge.compat.tensordict import stacked_rows, with_own_structure
 
 # Came with torchrl 0.12; an empty tuple makes `isinstance` false before.
 _STALENESS_AWARE: Any = getattr(torchrl_buffers, "StalenessAwareSampler", ())
@@ -113,8 +113,7 @@ def _stacking(replay_buffer: Any) -> dict[str, Any]:
             "_collate_fn_val": _value_keeping(replay_buffer._collate_fn_val),
             "_collate_fns": list(map(_value_keeping, replay_buffer._collate_fns)),
         }
-    collate, transform = replay_buffer._collate_fn, replay_buffer._transform
-    writes = type(replay_buffer) is not ReplayBuffer or (transform is not None and len(transform) > 0)
+    collate, writes = replay_buffer._collate_fn, _writes_to_batches(replay_buffer)
     if _changes_values(collate):  # not stacking is also the fastest
         return {"_collate_fn": _value_keeping(collate) if writes else functools.partial(_side_by_side, collate)}
     if writes and isinstance(replay_buffer._storage, ListStorage) and _name(collate) == "_collate_id":
@@ -122,12 +121,21 @@ def _stacking(replay_buffer: Any) -> dict[str, Any]:
     return {}
 
 
+def _writes_to_batches(replay_buffer: Any) -> bool:
+    """Whether the buffer may set something in what it has drawn. A transform of ours that only reads says so."""
+    transforms = replay_buffer._transform if replay_buffer._transform is not None else ()
+    return type(replay_buffer) is not ReplayBuffer or not all(
+        getattr(transform, "only_reads", False) for transform in transforms
+    )
+
+
 def _name(function: Any) -> str | None:
     return getattr(function, "__name__", None)
 
 
-def _copied(rows: Any) -> Any:
-    return rows.copy()  # with the same tensors
+def _copied(batch: Any) -> Any:
+    rows = stacked_rows(batch)
+    return batch.copy() if rows is None else lazy_stack(list(map(with_own_structure, rows)))
 
 
 def _changes_values(collate: Any) -> bool:
@@ -157,7 +165,7 @@ def _stacked_if_of_one_dtype(stack: Callable[[Any], Any], rows: list[Any]) -> An
     if not mixed:
         return stack(rows)
     if is_tensor_collection(rows[0]):
-        return lazy_stack([row.copy() for row in rows])
+        return lazy_stack(list(map(with_own_structure, rows)))
     key, kinds = next(iter(mixed.items()))
     raise ValueError(
         f"the rows of a ListStorage hold {''.join(map(str, key)) or 'tensors'} as {sorted(map(str, kinds))}, which "
