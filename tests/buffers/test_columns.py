@@ -81,7 +81,9 @@ def test_prompt_and_response_are_as_good_as_the_full_history() -> None:
     replay_buffer = ReplayBuffer(storage=LazyStackStorage(10))
     parts = {"prompt": History.from_chats([[USER, ANSWER]]), "response": History.from_chats([[ANSWER]])}
     replay_buffer.extend(TensorDict({"history": parts}, [1]))
-    assert rows_of(replay_buffer, "prompt-completion") == [{"prompt": [USER], "completion": [ANSWER, ANSWER]}]
+    # The policy was given the first answer's beginning, and made the second.
+    assert rows_of(replay_buffer, "prompt-completion") == [{"prompt": [USER, ANSWER], "completion": [ANSWER]}]
+    assert rows_of(replay_buffer, "prompt-only") == [{"prompt": [USER, ANSWER]}]
     assert rows_of(replay_buffer, "language-modeling") == [{"messages": [USER, ANSWER, ANSWER]}]
 
 

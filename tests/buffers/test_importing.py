@@ -73,6 +73,12 @@ CASES = [
     *[pytest.param(name, rows, id=f"{name}-conversational") for name, rows in CONVERSATIONAL.items()],
     *[pytest.param(name, rows, id=f"{name}-standard") for name, rows in STANDARD.items()],
     *[pytest.param("preference", rows, id=f"implicit-prompt-{form}") for form, rows in IMPLICIT.items()],
+    pytest.param("prompt-only", [{"prompt": [ASKED, answer("It is")]}], id="prompt-only-begun"),
+    pytest.param(
+        "prompt-completion",
+        [{"prompt": [ASKED, answer("It is")], "completion": [answer("4")]}],
+        id="prompt-completion-begun",
+    ),
     pytest.param("prompt-completion", WITH_TOOLS, id="tools"),
     pytest.param("language-modeling", [{"messages": [ASKED, *CALLED], "tools": TOOLS}], id="messages-tools"),
     pytest.param("preference", [CONVERSATIONAL["preference"][1] | {"tools": TOOLS}], id="preference-tools"),

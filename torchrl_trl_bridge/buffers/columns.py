@@ -54,8 +54,9 @@ class DatasetType:
 
     Notes:
         The prompt of a conversation reaches up to its last turn that is not the assistant's, as a rule the last user or
-        tool turn; the completion is the assistant's turns after it. System turns stay where they are. ``tools`` is
-        given beside conversations where the buffer holds it.
+        tool turn; the completion is the assistant's turns after it. Where the buffer holds prompt and response apart,
+        as a collector writes them, they are given as they are. System turns stay where they are. ``tools`` is given
+        beside conversations where the buffer holds it.
 
         Text is taken from ``("text", "prompt")`` and ``("text", "response")`` rather than from ``("text", "full")``,
         which holds padding tokens where the policy pads its output.
@@ -379,10 +380,9 @@ def _split(conversations: Callable[[Leaves], Columns], *, prompt_only: bool = Fa
 
 
 def _parts(messages: list[Any], prompt: list[Any] | None, response: list[Any] | None) -> tuple[list[Any], list[Any]]:
-    before, after = split_conversation(messages)
-    if prompt and response and len(response) > len(after) and prompt + response == messages:
-        return prompt, response  # a completion that was stored with its calls of tools, and their replies
-    return before, after
+    if prompt and response and prompt + response == messages:
+        return prompt, response  # stored apart: with a completion's calls of tools and their replies, too
+    return split_conversation(messages)
 
 
 def _text_parts(leaves: Leaves) -> Columns:
@@ -515,7 +515,7 @@ def _sources() -> dict[str, dict[str, list[_Source]]]:
         "prompt-only": {
             "conversational": [
                 chat(stored("prompt"), _renamed("prompt")),
-                chat((_PROMPT,), _split(_as(messages=_PROMPT), prompt_only=True)),
+                chat((_PROMPT,), _as(prompt=_PROMPT)),
                 chat((_FULL,), _split(_as(messages=_FULL), prompt_only=True)),
                 chat(stored("messages"), _split(_as(messages=("messages",)), prompt_only=True)),
             ],
