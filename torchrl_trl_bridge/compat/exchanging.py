@@ -113,12 +113,13 @@ def _stacking(replay_buffer: Any) -> dict[str, Any]:
             "_collate_fn_val": _value_keeping(replay_buffer._collate_fn_val),
             "_collate_fns": list(map(_value_keeping, replay_buffer._collate_fns)),
         }
-    collate, writes = replay_buffer._collate_fn, _writes_to_batches(replay_buffer)
-    if _changes_values(collate):  # not stacking is also the fastest
-        return {"_collate_fn": _value_keeping(collate) if writes else functools.partial(_side_by_side, collate)}
-    if writes and isinstance(replay_buffer._storage, ListStorage) and _name(collate) == "_collate_id":
-        return {"_collate_fn": _copied}
-    return {}
+    collate = replay_buffer._collate_fn
+    if _changes_values(collate):
+        if _writes_to_batches(replay_buffer):
+            return {"_collate_fn": _value_keeping(collate)}
+        return {"_collate_fn": functools.partial(_side_by_side, collate)}  # which is also the fastest
+    gives_stored_rows = isinstance(replay_buffer._storage, ListStorage) and _name(collate) == "_collate_id"
+    return {"_collate_fn": _copied} if gives_stored_rows and _writes_to_batches(replay_buffer) else {}
 
 
 def _writes_to_batches(replay_buffer: Any) -> bool:
